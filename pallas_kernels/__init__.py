@@ -1,0 +1,1 @@
+"""Accelerator kernels with one public function per operation, usable without the models."""

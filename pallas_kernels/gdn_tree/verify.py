@@ -1,0 +1,146 @@
+"""Tree verification of one gated delta-rule layer: checks and choice of implementation."""
+
+import functools
+import typing
+import warnings
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gdn_tree import pallas, reference, xla
+from pallas_kernels.gdn_tree.topology import TreeTopology, tree_topology
+
+Implementation = typing.Literal["auto", "pallas", "xla", "reference"]
+
+
+class GDNTreeResult(typing.NamedTuple):
+    """What verification returns for every node, zeros on padding rows.
+
+    Attributes:
+      out: float32 [N, HV, DV], the layer's output.
+      u: float32 [N, HV, DV], the corrected value each node writes; `gdn_tree_commit` takes it.
+      log_decay: float32 [N, HV], sum of `g` over root..node.
+    """
+
+    out: jax.Array
+    u: jax.Array
+    log_decay: jax.Array
+
+
+def gdn_tree_verify(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    s0: jax.Array,
+    parents: jax.Array,
+    *,
+    valid: jax.Array | None = None,
+    implementation: Implementation = "auto",
+    topology: TreeTopology | None = None,
+) -> GDNTreeResult:
+    """Returns outputs and corrected values of all tree nodes in one pass, without their states.
+
+    Equal to running the gated delta rule token by token along each node's own path, see
+    `reference.verify` (DFlash-TfM, arXiv 2607.06763). Unbatched; lift with `jax.vmap`. The `xla`
+    and `reference` implementations can be differentiated.
+
+    Args:
+      q, k: [N, HK, DK] float32 or bfloat16, L2-normalised, `q` scaled by DK^-1/2.
+      v: [N, HV, DV] float32 or bfloat16; value head h reads key head h // (HV // HK).
+      g: float32 [N, HV], log-decay, <= 0.
+      beta: float32 [N, HV], write strength in [0, 1].
+      s0: float32 [HV, DK, DV], the committed state above the root.
+      parents: int32 [N]; `parents[i] < i`, -1 at the root and on padding rows.
+      valid: bool [N]; False marks padding rows, whose inputs may hold anything.
+      implementation: "auto" takes "pallas" on a GPU that supports the shape, else "xla".
+        "pallas" runs interpreted on a CPU. "reference" walks the nodes one by one.
+      topology: `tree_topology(parents, valid)`, to share it between layers; goes without `valid`.
+
+    Raises:
+      TypeError: an argument of a type not listed above.
+      ValueError: shapes that do not belong together, an unknown implementation, or both
+        `topology` and `valid`.
+      NotImplementedError: "pallas" on a device or shape it does not support.
+    """
+    _check(q, k, v, g, beta, s0, parents)
+    if implementation not in typing.get_args(Implementation):
+        options = ", ".join(typing.get_args(Implementation))
+        raise ValueError(f"implementation must be one of {options}, got {implementation!r}")
+    if topology is None:
+        topology = tree_topology(parents, valid)
+    elif valid is not None:
+        raise ValueError("valid is already part of topology: give one of the two")
+    elif topology.depth.shape != parents.shape:
+        rows = topology.depth.shape[0]
+        raise ValueError(f"topology has {rows} rows, parents {parents.shape[0]}")
+
+    platform = jax.default_backend()
+    if implementation == "auto":
+        implementation = _choose(platform, q, v)
+    if implementation == "reference":
+        result = reference.verify(q, k, v, g, beta, s0, parents, topology.valid)
+    elif implementation == "xla":
+        result = xla.verify(q, k, v, g, beta, s0, topology)
+    else:
+        reason = pallas.unsupported(q, v, platform)
+        if reason:
+            raise NotImplementedError(f"gdn_tree_verify as a Pallas kernel: {reason}")
+        result = pallas.verify(q, k, v, g, beta, s0, topology, interpret=platform == "cpu")
+    return GDNTreeResult(*result)
+
+
+def _choose(platform: str, q: jax.Array, v: jax.Array) -> Implementation:
+    if platform == "cpu":
+        return "xla"
+    reason = pallas.unsupported(q, v, platform)
+    if reason:
+        _warn_once(reason)
+        return "xla"
+    return "pallas"
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(f"gdn_tree_verify falls back to XLA: {reason}", stacklevel=4)
+
+
+def _check(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    s0: jax.Array,
+    parents: jax.Array,
+) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 3:
+            raise ValueError(f"{name} must have three axes, [N, heads, size], got {x.shape}")
+        if x.dtype not in (jnp.float32, jnp.bfloat16):
+            raise TypeError(f"{name} must be float32 or bfloat16, got {x.dtype}")
+    for name, x in (("g", g), ("beta", beta), ("s0", s0)):
+        if x.dtype != jnp.float32:
+            raise TypeError(f"{name} must be float32, got {x.dtype}")
+    if not jnp.issubdtype(parents.dtype, jnp.integer):
+        raise TypeError(f"parents must be integers, got {parents.dtype}")
+    nodes, key_heads, key_dim = k.shape
+    value_heads, value_dim = v.shape[1:]
+    if 0 in k.shape or 0 in v.shape:
+        raise ValueError(f"no axis may be empty, got k {k.shape} and v {v.shape}")
+    if value_heads % key_heads:
+        raise ValueError(f"{value_heads} value heads cannot share {key_heads} key heads evenly")
+    expected = {
+        "q": (q, k.shape),
+        "v": (v, (nodes, value_heads, value_dim)),
+        "g": (g, (nodes, value_heads)),
+        "beta": (beta, (nodes, value_heads)),
+        "s0": (s0, (value_heads, key_dim, value_dim)),
+        "parents": (parents, (nodes,)),
+    }
+    for name, (x, shape) in expected.items():
+        if x.shape != shape:
+            raise ValueError(
+                f"{name} must be {shape} for k {k.shape} and v {v.shape}, got {x.shape}"
+            )

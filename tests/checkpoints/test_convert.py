@@ -1,0 +1,202 @@
+"""Conversion writes everything that was read, whole or not at all."""
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tfm_jax.checkpoints import CheckpointError, convert, read_trio
+from tfm_jax.checkpoints.command import convert_command
+from tfm_jax.checkpoints.opened import open_weaver
+
+ROOT = Path(__file__).parents[2]
+
+
+def digest(directory):
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {str(p): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def assert_same(one, two):
+    assert one.keys() == two.keys()
+    for path in one:
+        assert one[path].dtype == two[path].dtype, path
+        assert one[path].tobytes() == two[path].tobytes(), path
+
+
+@pytest.mark.parametrize("layout", ["text_f32", "hub_f32", "hub_bf16_sharded"])
+def test_a_verifier_comes_back_bit_for_bit(fixtures, tmp_path, layout):
+    source = fixtures / "qwen36_tiny" / layout
+    report = convert(source, tmp_path / "out")
+    direct, stored = read_trio(source), read_trio(tmp_path / "out")
+    assert stored.verifier.config == direct.verifier.config
+    assert_same(stored.verifier.params, direct.verifier.params)
+    assert stored.drafter is None
+    assert stored.weaver is None
+    assert report.read["verifier"][2] == 109
+    assert sum(report.skipped.values()) == (36 if "sharded" in layout else 0)
+
+
+def test_a_trio_comes_back_bit_for_bit(trio_dir, tmp_path):
+    (trio_dir / "verifier" / "tokenizer.json").write_text('{"version": "1.0"}')
+    before = digest(trio_dir)
+    report = convert(trio_dir, tmp_path / "out")
+    assert digest(trio_dir) == before
+    assert report.copied == ("tokenizer.json", "generation_config.json")
+    direct, stored = read_trio(trio_dir), read_trio(tmp_path / "out")
+    assert stored.tokenizer == tmp_path / "out" / "tokenizer.json"
+    assert stored.tokenizer.read_text() == '{"version": "1.0"}'
+    assert stored.eos_token_ids == direct.eos_token_ids == (508,)
+    for name in ("verifier", "drafter", "weaver"):
+        assert getattr(stored, name).config == getattr(direct, name).config
+        assert_same(getattr(stored, name).params, getattr(direct, name).params)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "src"]
+
+
+@pytest.mark.parametrize(
+    "file", ["weaver.pth", "weaver.safetensors", "weaver_fused_qkv.safetensors"]
+)
+def test_parts_from_other_places(fixtures, verifier_dir, drafter_dir, tmp_path, file):
+    weaver = fixtures / "weaver_tiny" / "learned_gelu" / file
+    convert(verifier_dir, tmp_path / "out", drafter=drafter_dir, weaver=weaver)
+    stored = read_trio(tmp_path / "out")
+    expected = open_weaver(fixtures / "weaver_tiny" / "learned_gelu" / "weaver.safetensors")
+    assert stored.weaver is not None
+    assert stored.weaver.config == expected.config
+    assert_same(stored.weaver.params, expected.load())
+
+
+def test_converting_twice_and_converting_the_result_change_nothing(trio_dir, tmp_path):
+    convert(trio_dir, tmp_path / "one", dtype="bfloat16")
+    convert(trio_dir, tmp_path / "two", dtype="bfloat16")
+    convert(tmp_path / "one", tmp_path / "three", dtype="bfloat16")
+    one = read_trio(tmp_path / "one")
+    for other in (read_trio(tmp_path / "two"), read_trio(tmp_path / "three")):
+        for name in ("verifier", "drafter", "weaver"):
+            assert getattr(one, name).config == getattr(other, name).config
+            assert_same(getattr(one, name).params, getattr(other, name).params)
+    kept = one.verifier.params["layers.0.linear_attn.A_log"]
+    assert kept.dtype == np.float32
+
+
+def test_an_existing_directory_is_kept_unless_asked(trio_dir, tmp_path):
+    target = tmp_path / "out"
+    convert(trio_dir, target)
+    before = digest(target)
+    with pytest.raises(CheckpointError, match="exists; pass overwrite"):
+        convert(trio_dir, target)
+    assert digest(target) == before
+    convert(trio_dir, target, dtype="bfloat16", overwrite=True)
+    assert read_trio(target).verifier.params["norm.weight"].dtype == "bfloat16"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "src"]
+
+
+def test_only_conversions_are_overwritten(trio_dir, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    with pytest.raises(CheckpointError, match="was not made by a conversion"):
+        convert(trio_dir, tmp_path / "mine", overwrite=True)
+    assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"
+    for target in (trio_dir, tmp_path):
+        with pytest.raises(CheckpointError, match="replace its own source"):
+            convert(trio_dir, target, overwrite=True)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_failure_while_writing_leaves_everything_as_it_was(
+    trio_dir, tmp_path, monkeypatch, overwrite
+):
+    target = tmp_path / "out"
+    if overwrite:
+        convert(trio_dir, target)
+    before = digest(tmp_path)
+
+    def full(*args):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(OSError, match="no space"):
+        convert(trio_dir, target, overwrite=overwrite)
+    assert digest(tmp_path) == before
+    assert target.exists() == overwrite
+
+
+def test_a_bad_source_writes_nothing(trio_dir, tmp_path, edit):
+    edit(trio_dir / "weaver" / "model.safetensors", lambda t: t.pop("token_in.bias"))
+    with pytest.raises(CheckpointError, match=r"token_in\.bias is missing"):
+        convert(trio_dir, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
+def test_a_mismatched_trio_writes_nothing(fixtures, verifier_dir, tmp_path):
+    with pytest.raises(CheckpointError, match="num_target_layers is 12"):
+        convert(verifier_dir, tmp_path / "out", drafter=fixtures / "dflash_tiny")
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
+def test_a_damaged_conversion_is_refused(verifier_dir, tmp_path, edit):
+    target = tmp_path / "out"
+    convert(verifier_dir, target)
+    whole = tmp_path / "whole"
+    shutil.copytree(target, whole)
+
+    largest = max((target / "weights").rglob("*"), key=lambda p: p.stat().st_size * p.is_file())
+    data = largest.read_bytes()
+    largest.write_bytes(data[:-100])
+    message = f"{largest.name} has {len(data) - 100} bytes, {len(data)} were written"
+    with pytest.raises(CheckpointError, match=message):
+        read_trio(target)
+
+    largest.write_bytes(data)
+    assert read_trio(target).drafter is None
+    metadata = target / "weights" / "_METADATA"
+    metadata.write_bytes(b"{" * metadata.stat().st_size)
+    with pytest.raises(CheckpointError, match="damaged or incomplete"):
+        read_trio(target)
+
+    shutil.rmtree(target / "weights")
+    with pytest.raises(CheckpointError, match=r"manifest\.ocdbt is not there"):
+        read_trio(target)
+
+    edit(whole / "config.json", lambda config: config["verifier"].update(intermediate_size=96))
+    with pytest.raises(CheckpointError, match=r"is \[128, 64\], expected \[96, 64\]"):
+        read_trio(whole)
+
+    edit(whole / "config.json", lambda config: config.update(version=99))
+    with pytest.raises(CheckpointError, match="has version 99"):
+        read_trio(whole)
+
+
+@pytest.mark.parametrize("missing", ["src", "drafter", "weaver"])
+def test_paths_that_do_not_exist(verifier_dir, tmp_path, missing):
+    nowhere = tmp_path / "nowhere"
+    options = {} if missing == "src" else {missing: nowhere}
+    source = nowhere if missing == "src" else verifier_dir
+    with pytest.raises(CheckpointError, match=f"{nowhere}: no such"):
+        convert(source, tmp_path / "out", **options)
+
+
+def test_the_command_says_what_it_did(sharded_dir, tmp_path, capsys):
+    convert_command(sharded_dir, tmp_path / "out")
+    out = capsys.readouterr().out
+    assert "read     verifier: 109 parameters, 3 files" in out
+    assert "skipped  21 tensors model.visual.*" in out
+    assert "skipped  15 tensors mtp.*" in out
+    assert f"written  {tmp_path / 'out'}: config.json, weights/" in out
+
+
+def test_the_script_fails_in_one_line(tmp_path):
+    script = ROOT / "scripts" / "convert_weights.py"
+    run = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "none"), str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin"},
+    )
+    assert run.returncode == 2
+    assert run.stdout == ""
+    assert run.stderr.strip() == f"error: {tmp_path / 'none'}: no such directory"

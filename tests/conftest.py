@@ -1,0 +1,105 @@
+"""Shared small models. Sizes differ from each other so that a swapped axis cannot hide."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tfm_jax.config import DrafterConfig, VerifierConfig, WeaverConfig
+from tfm_jax.decoding.state import Trio
+from tfm_jax.models.dflash import Drafter
+from tfm_jax.models.qwen36 import Verifier
+from tfm_jax.models.weaver import Weaver
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+VERIFIER = VerifierConfig(
+    vocab_size=83,
+    hidden_size=40,
+    intermediate_size=56,
+    layer_types=("linear_attention", "full_attention", "linear_attention"),
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=24,
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+    linear_key_head_dim=12,
+    linear_value_head_dim=20,
+    max_position_embeddings=400,
+    eos_token_ids=(5,),
+)
+DRAFTER = DrafterConfig(
+    hidden_size=40,
+    intermediate_size=48,
+    layer_types=("sliding_attention", "full_attention"),
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    target_layer_ids=(0, 2),
+    num_target_layers=3,
+    mask_token_id=82,
+    vocab_size=83,
+    block_size=8,
+    sliding_window=9,
+)
+WEAVER = WeaverConfig(
+    d_model=40,
+    d_embed=40,
+    d_rank=32,
+    num_heads=4,
+    mlp_dim=24,
+    depth=7,
+    candidate_pool_size=16,
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if jax.default_backend() == "gpu":
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+def livelier(module: nnx.Module, seed: int) -> nnx.Module:
+    """The module with noise on every parameter, so that no norm or projection is trivial."""
+    graph, state = nnx.split(module)
+    leaves, tree = jax.tree.flatten(state)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    noisy = [
+        leaf + 0.2 * jax.random.normal(key, leaf.shape, leaf.dtype)
+        for leaf, key in zip(leaves, keys, strict=True)
+    ]
+    return nnx.merge(graph, jax.tree.unflatten(tree, noisy))
+
+
+@pytest.fixture(scope="session")
+def tiny_trio() -> Trio:
+    """A random verifier, drafter and Weaver that belong together, float32."""
+    return Trio(
+        verifier=livelier(Verifier(VERIFIER, rngs=nnx.Rngs(1)), 1),
+        drafter=livelier(Drafter(DRAFTER, rngs=nnx.Rngs(2)), 2),
+        weaver=livelier(Weaver(WEAVER, rngs=nnx.Rngs(3)), 3),
+    )
+
+
+@pytest.fixture(scope="session")
+def fixtures() -> Path:
+    """Folder of golden arrays made by independent implementations."""
+    return FIXTURES
+
+
+@pytest.fixture(scope="session")
+def prompt() -> np.ndarray:
+    return np.random.default_rng(7).integers(6, 80, 29).astype(np.int32)
+
+
+def worst(a, b) -> float:
+    """Largest absolute difference."""
+    return float(jnp.max(jnp.abs(jnp.asarray(a, jnp.float32) - jnp.asarray(b, jnp.float32))))

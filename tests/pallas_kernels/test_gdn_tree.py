@@ -1,0 +1,345 @@
+"""Every implementation of tree verification against golden files and a float64 recurrence."""
+
+import dataclasses
+import functools
+import pathlib
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from pallas_kernels.gdn_tree import (
+    TreeTopology,
+    gdn_tree_commit,
+    gdn_tree_commit_path,
+    gdn_tree_verify,
+    pallas,
+    per_branch,
+    tree_topology,
+    verify,
+    xla,
+)
+from pallas_kernels.gdn_tree.specs import REAL, SMALL, Inputs, Spec, make_inputs, solve
+
+GOLDEN = sorted((pathlib.Path(__file__).parents[1] / "fixtures" / "gdn_tree").glob("*.npz"))
+IMPLEMENTATIONS = ("reference", "xla", "pallas")
+TOLERANCE = 2e-6
+# Interpreted kernels are large programs: compile time is what these tests cost.
+FAST_COMPILE = {"xla_backend_optimization_level": 0}
+
+
+def specs(cases: tuple[Spec, ...]):
+    return pytest.mark.parametrize("spec", cases, ids=lambda spec: spec.name)
+
+
+def run(implementation: str, inputs: Inputs, dtype=jnp.float32):
+    """The result on the CPU, the kernel interpreted, as numpy arrays."""
+
+    def call(q, k, v, g, beta, s0, parents, valid):
+        if implementation == "pallas":  # interpreted on any machine
+            topology = tree_topology(parents, valid)
+            return pallas.verify(q, k, v, g, beta, s0, topology, interpret=True)
+        return gdn_tree_verify(
+            q, k, v, g, beta, s0, parents, valid=valid, implementation=implementation
+        )
+
+    compiled = jax.jit(call, compiler_options=FAST_COMPILE)
+    return [np.asarray(x) for x in compiled(*inputs.arguments(dtype))]
+
+
+def error(actual, expected: np.ndarray) -> float:
+    """Largest difference over the largest expected value, or over one if that is larger."""
+    scale = max(1.0, np.abs(expected).max())
+    return float(np.abs(np.asarray(actual, np.float64) - expected).max() / scale)
+
+
+def check(result, inputs: Inputs, tolerance: float = TOLERANCE) -> None:
+    expected = solve(inputs)
+    for actual, name in zip(result, ("out", "u", "log_decay"), strict=True):
+        assert error(actual, getattr(expected, name)) < tolerance, name
+
+
+@functools.cache
+def load_golden(path: pathlib.Path) -> dict[str, np.ndarray]:
+    return dict(np.load(path))
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_golden(implementation, path):
+    golden = load_golden(path)
+    names = [field.name for field in dataclasses.fields(Inputs)]
+    inputs = Inputs(**{name: golden[name] for name in names})
+    result = run(implementation, inputs)
+    for actual, name in zip(result, ("out", "u", "log_decay"), strict=True):
+        expected = golden[name]
+        assert error(actual[inputs.valid], expected[inputs.valid]) < TOLERANCE, name
+        assert np.all(actual[~inputs.valid] == 0), name
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_golden_commit(path):
+    golden = load_golden(path)
+    kept = [jnp.asarray(golden[name]) for name in ("s0", "k", "u", "log_decay")]
+    parents, leaf = jnp.asarray(golden["parents"]), golden["accepted_leaf"]
+    state = gdn_tree_commit(*kept, parents, leaf)
+    assert error(state, golden["committed_state"]) < TOLERANCE
+    padded = np.concatenate([golden["accepted_path"], [-9, 10**6]]).astype(np.int32)
+    count = len(golden["accepted_path"])
+    state = gdn_tree_commit_path(*kept, jnp.asarray(padded), count)
+    assert error(state, golden["committed_state"]) < TOLERANCE
+
+
+def test_two_golden_steps_chain():
+    first, second = (load_golden(p) for p in GOLDEN if "two_step" in p.stem)
+    kept = [jnp.asarray(first[name]) for name in ("s0", "k", "u", "log_decay", "parents")]
+    state = gdn_tree_commit(*kept, first["accepted_leaf"])
+    names = [field.name for field in dataclasses.fields(Inputs)]
+    inputs = Inputs(**{name: second[name] for name in names} | {"s0": np.asarray(state)})
+    for actual, name in zip(run("xla", inputs), ("out", "u"), strict=False):
+        assert error(actual, second[name]) < TOLERANCE, name
+
+
+@specs(SMALL)
+@pytest.mark.parametrize("implementation", ("xla", "pallas"))
+def test_recurrence(implementation, spec):
+    inputs = make_inputs(spec)
+    check(run(implementation, inputs.poisoned()), inputs)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_bfloat16_inputs_cost_no_accuracy(implementation):
+    spec = Spec(name="", nodes=17, key_heads=1, value_heads=3, key_dim=32)
+    inputs = make_inputs(spec).rounded()
+    result = run(implementation, inputs, jnp.bfloat16)
+    check(result, inputs)
+    assert all(x.dtype == np.float32 for x in result)
+
+
+@pytest.mark.parametrize("scheme", ("bf16x3", "bf16x6", "f16x3"))
+@pytest.mark.parametrize("prepare_warps", (0, 4))
+def test_kernel_configurations(scheme, prepare_warps):
+    """Every scheme in one launch and in two, over several row, key and value blocks."""
+    spec = Spec(name="", nodes=37, key_dim=40, value_dim=24, padding=3)
+    config = pallas.Config(
+        block_n=16,
+        block_v=16,
+        block_k=16,
+        read="bf16x3" if scheme == "bf16x3" else "bf16x6",
+        solve=scheme,
+        prepare_warps=prepare_warps,
+    )
+    inputs = make_inputs(spec)
+
+    def call(*args):
+        topology = tree_topology(*args[6:])
+        return pallas.verify(*args[:6], topology, config=config, interpret=True)
+
+    result = jax.jit(call, compiler_options=FAST_COMPILE)(*inputs.poisoned().arguments())
+    check(result, inputs, 3e-5 if scheme == "bf16x3" else TOLERANCE)
+
+
+@pytest.mark.parametrize("size", (0, 8, 24))
+def test_kernel_configuration_refuses_sizes(size):
+    with pytest.raises(ValueError, match=f"power of two >= 16, got {size}"):
+        pallas.Config(block_n=16, block_v=size, block_k=16)
+
+
+@pytest.mark.parametrize("scale", (1e-30, 1.0, 1e20))
+def test_values_of_any_size(scale):
+    inputs = make_inputs(Spec(name="", nodes=9))
+    inputs = dataclasses.replace(inputs, v=inputs.v * np.float32(scale), s0=inputs.s0 * scale)
+    inputs = dataclasses.replace(inputs, s0=inputs.s0.astype(np.float32))
+    result = run("pallas", inputs)
+    expected = solve(inputs)
+    for actual, exact in zip(result, (expected.out, expected.u), strict=False):
+        assert error(actual / scale, exact / scale) < TOLERANCE
+
+
+@pytest.mark.parametrize("implementation", ("xla", "pallas"))
+def test_vmap(implementation):
+    spec = Spec(name="", nodes=10, padding=2)
+    batch = [make_inputs(spec, seed) for seed in range(3)]
+    stacked = [jnp.stack(x) for x in zip(*(x.arguments() for x in batch), strict=True)]
+
+    def call(*args):
+        return gdn_tree_verify(*args[:7], valid=args[7], implementation=implementation)
+
+    if implementation == "pallas" and jax.default_backend() != "cpu":
+        pytest.skip("interpreted on a CPU only")
+    result = jax.jit(jax.vmap(call), compiler_options=FAST_COMPILE)(*stacked)
+    for row, inputs in enumerate(batch):
+        check([x[row] for x in result], inputs)
+
+
+def test_shared_topology_changes_nothing():
+    *args, parents, valid = make_inputs(Spec(name="", nodes=12, padding=4)).arguments()
+    alone = gdn_tree_verify(*args, parents, valid=valid)
+    shared = gdn_tree_verify(*args, parents, topology=tree_topology(parents, valid))
+    for x, y in zip(alone, shared, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_topology_of_scattered_padding():
+    inputs = make_inputs(Spec(name="", nodes=41, padding=13))
+    topology = jax.jit(tree_topology)(inputs.parents, inputs.valid)
+    expected = np.zeros((41, 41), bool)
+    for i in np.flatnonzero(inputs.valid):
+        j = i
+        while j >= 0:
+            expected[i, j] = True
+            j = inputs.parents[j]
+    np.testing.assert_array_equal(topology.ancestors, expected)
+    np.testing.assert_array_equal(topology.depth, expected.sum(1) - 1)
+    np.testing.assert_array_equal(topology.valid, inputs.valid)
+
+
+def test_xla_gradients_match_the_recurrence():
+    spec = Spec(name="", nodes=9, key_dim=5, value_dim=7, decay="mixed")
+    *args, parents, _ = make_inputs(spec).arguments()
+    weights = jnp.asarray(np.random.default_rng(1).standard_normal(args[2].shape), jnp.float32)
+
+    def loss(implementation, *args):
+        result = gdn_tree_verify(*args, parents, implementation=implementation)
+        return jnp.sum(weights * (result.out + result.u)) + jnp.sum(result.log_decay)
+
+    gradient = jax.grad(loss, argnums=range(1, 7))
+    for x, y in zip(gradient("xla", *args), gradient("reference", *args), strict=True):
+        assert error(x, np.asarray(y)) < 1e-5
+
+
+def test_commit_ignores_what_is_off_the_path():
+    inputs = make_inputs(Spec(name="", nodes=14, padding=3, value_heads=3))
+    expected = solve(inputs)
+    for node in np.flatnonzero(inputs.valid):
+        path = [node]
+        while inputs.parents[path[-1]] >= 0:
+            path.append(inputs.parents[path[-1]])
+        off = np.setdiff1d(np.arange(14), path)
+        kept = [np.float32(x) for x in (inputs.k, expected.u, expected.log_decay)]
+        for x in kept:
+            x[off] = np.nan
+        state = gdn_tree_commit(inputs.s0, *kept, jnp.asarray(inputs.parents), node)
+        assert error(state, expected.states[node]) < TOLERANCE
+
+
+def test_committing_drifts_no_more_than_stepping():
+    """200 rounds of verify and commit against the plain float32 recurrence over the same tokens."""
+    spec = Spec(name="", nodes=8, tree="chain", value_heads=1, key_dim=32, value_dim=32)
+    step = jax.jit(lambda s0, *x: gdn_tree_verify(*x[:5], s0, x[5]))
+    commit = jax.jit(gdn_tree_commit_path)
+    rng = np.random.default_rng(0)
+    state = walked = exact = np.zeros((1, 32, 32))
+    for seed in range(200):
+        inputs = make_inputs(spec, seed)
+        count = int(rng.integers(1, 9))
+        x = [jnp.asarray(getattr(inputs, n)) for n in ("q", "k", "v", "g", "beta", "parents")]
+        result = step(jnp.float32(state), *x)
+        path = np.arange(8, dtype=np.int32)
+        state = commit(jnp.float32(state), x[1], result.u, result.log_decay, path, count)
+        for i in range(count):
+            k, v, g, beta = (getattr(inputs, n)[i, 0] for n in ("k", "v", "g", "beta"))
+            exact = _advance(exact, *(np.float64(y) for y in (k, v, g, beta)))
+            walked = _advance(np.float32(walked), k, v, g, beta)
+    assert error(state, exact) <= max(2 * error(walked, exact), 2e-7)
+
+
+def _advance(state, k, v, g, beta):
+    state = np.exp(g) * state
+    return state + np.multiply.outer(k, beta * (v - k @ state[0]))
+
+
+@specs(SMALL[1:6])
+def test_per_branch_baseline(spec):
+    inputs = make_inputs(spec)
+    *args, _ = inputs.arguments()
+    call = functools.partial(per_branch.verify, block_v=16, interpret=True)
+    out, states = jax.jit(call, compiler_options=FAST_COMPILE)(*args)
+    expected = solve(inputs)
+    assert error(out, expected.out) < TOLERANCE
+    assert error(states, expected.states) < TOLERANCE
+
+
+def test_auto_takes_xla_on_a_cpu(monkeypatch):
+    *args, parents, _ = make_inputs(Spec(name="", nodes=3)).arguments()
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    monkeypatch.setattr(pallas, "verify", None)
+    result = gdn_tree_verify(*args, parents)
+    assert result.out.shape == (3, 2, 16)
+
+
+def test_unsupported_platform_falls_back_once_or_refuses(monkeypatch):
+    *args, parents, _ = make_inputs(Spec(name="", nodes=3)).arguments()
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    verify._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="falls back to XLA.*platform 'tpu'"):
+        result = gdn_tree_verify(*args, parents)
+    np.testing.assert_array_equal(
+        result.out, gdn_tree_verify(*args, parents, implementation="xla").out
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gdn_tree_verify(*args, parents)
+    with pytest.raises(NotImplementedError, match="platform 'tpu'"):
+        gdn_tree_verify(*args, parents, implementation="pallas")
+
+
+def test_too_many_nodes():
+    *args, parents, _ = make_inputs(Spec(name="", nodes=257, tree="star")).arguments()
+    with pytest.raises(NotImplementedError, match="at most 256 nodes are supported, got 257"):
+        gdn_tree_verify(*args, parents, implementation="pallas")
+    assert gdn_tree_verify(*args, parents, implementation="xla").out.shape[0] == 257
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": np.zeros((4, 2, 16), np.float16)}, TypeError, "q must be float32 or bfloat16"),
+        ({"g": np.zeros((4, 4), np.int32)}, TypeError, "g must be float32, got int32"),
+        ({"parents": np.zeros(4, np.float32)}, TypeError, "parents must be integers"),
+        ({"v": np.zeros((4, 3, 16), np.float32)}, ValueError, "3 value heads cannot share 2"),
+        ({"beta": np.zeros((4, 2), np.float32)}, ValueError, r"beta must be \(4, 4\)"),
+        ({"s0": np.zeros((4, 16, 8), np.float32)}, ValueError, r"s0 must be \(4, 16, 16\)"),
+        ({"k": np.zeros((4, 16), np.float32)}, ValueError, "k must have three axes"),
+        ({"implementation": "triton"}, ValueError, "implementation must be one of auto, pallas"),
+        ({"valid": np.ones(3, bool)}, ValueError, r"valid must have the shape of parents \(4,\)"),
+    ],
+)
+def test_refuses_bad_arguments(change, error, message):
+    inputs = make_inputs(Spec(name="", nodes=4, key_heads=2, value_heads=4))
+    names = ("q", "k", "v", "g", "beta", "s0", "parents")
+    good = {name: getattr(inputs, name) for name in names}
+    with pytest.raises(error, match=message):
+        gdn_tree_verify(**{**good, **change})
+
+
+def test_refuses_valid_beside_topology():
+    inputs = make_inputs(Spec(name="", nodes=4))
+    topology = tree_topology(jnp.asarray(inputs.parents))
+    with pytest.raises(ValueError, match="give one of the two"):
+        gdn_tree_verify(*inputs.arguments()[:7], valid=inputs.valid, topology=topology)
+
+
+def lower_for_hopper(function, *args):
+    """Lowers to Triton without a GPU: finds whatever a kernel body may not contain."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16), ids=("f32", "bf16"))
+@specs(tuple({s.nodes: s for s in (*SMALL, *REAL)}.values()))
+def test_lowers_for_hopper(spec, dtype):
+    *args, parents, valid = make_inputs(spec).arguments(dtype)
+    lowered = lower_for_hopper(pallas.verify, *args, jax.eval_shape(tree_topology, parents, valid))
+    assert "xla.gpu.triton" in lowered.as_text()
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+def test_baseline_lowers_for_hopper():
+    *args, _ = make_inputs(REAL[1]).arguments(jnp.bfloat16)
+    assert "xla.gpu.triton" in lower_for_hopper(per_branch.verify, *args).as_text()

@@ -1,0 +1,92 @@
+"""Continuations are what plain decoding writes, and batches of them visit every text."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tfm_jax.config import Sampling, TreeConfig
+from tfm_jax.decoding.generate import decode, rounds_limit
+from tfm_jax.decoding.prefill import prefill
+from tfm_jax.decoding.state import Trio, make_request
+from tfm_jax.training.continuations import Continuations, generate_continuations, write_on
+
+TOTAL = 40
+
+
+def plain(trio: Trio, prompt: np.ndarray, temperature: float, seed: int) -> np.ndarray:
+    request = make_request(
+        Sampling(temperature=temperature, seed=seed), end_tokens=(), vocab_limit=83, total=TOTAL
+    )
+    verifier = Trio(verifier=trio.verifier)
+    state = prefill(verifier, prompt, 128)
+    state = decode(verifier, state, request, rounds_limit(), method="ar", shape=TreeConfig())
+    return np.asarray(state.tokens)[:TOTAL]
+
+
+def test_rows_equal_plain_decoding(tiny_trio: Trio) -> None:
+    prompts = np.random.default_rng(0).integers(0, 83, (4, 12)).astype(np.int32)
+    lengths = np.array([12, 5, 1, 9], np.int32)
+    temperature = np.array([0.0, 1.0, 1.0, 0.0], np.float32)
+    seeds = np.array([3, 4, 2**32 - 1, 6], np.uint32)
+    written = write_on(
+        tiny_trio.verifier, jnp.asarray(prompts), lengths, temperature, seeds, total=TOTAL
+    )
+    for row in range(4):
+        expected = plain(
+            tiny_trio, prompts[row, : lengths[row]], float(temperature[row]), int(seeds[row])
+        )
+        np.testing.assert_array_equal(written[row], expected)
+
+
+def test_batches_of_continuations(tiny_trio: Trio, capsys: pytest.CaptureFixture) -> None:
+    prompts = np.random.default_rng(1).integers(0, 83, (2, 6, 12)).astype(np.int32)
+    texts = generate_continuations(
+        tiny_trio.verifier, prompts.__getitem__, total=20, batches=2, shortest=3, greedy_share=0.5
+    )
+    assert texts.tokens.shape == (12, 20)
+    assert texts.tokens.dtype == np.uint16
+    assert texts.temperature.tolist() == [0, 0, 0, 1, 1, 1] * 2
+    assert texts.prompt.min() >= 3
+    assert texts.prompt.max() <= 12
+    for row, length in enumerate(texts.prompt):
+        given = prompts.reshape(12, 12)[row]
+        np.testing.assert_array_equal(texts.tokens[row, :length], given[:length])
+    assert "tokens_per_second" in capsys.readouterr().out
+
+
+def texts(rows: int = 7, length: int = 20) -> Continuations:
+    return Continuations(
+        tokens=np.repeat(np.arange(rows), length).reshape(rows, length).astype(np.uint16),
+        prompt=np.full((rows,), 4, np.int32),
+        temperature=np.ones((rows,), np.float32),
+    )
+
+
+def test_each_pass_visits_every_text_once() -> None:
+    batch = texts().batches(5, seed=0)
+    seen = np.concatenate([batch(step)["tokens"][:, 0] for step in range(7)]).reshape(5, 7)
+    for one_pass in seen:
+        assert sorted(one_pass) == list(range(7))
+    assert len({tuple(one_pass) for one_pass in seen}) > 1
+    again = texts().batches(5, seed=0)(3)["tokens"]
+    np.testing.assert_array_equal(again, batch(3)["tokens"])
+    assert batch(0)["first"].tolist() == [3] * 5
+
+
+def test_saved_texts_come_back(tmp_path) -> None:
+    texts().save(tmp_path / "texts.npz")
+    back = Continuations.load(tmp_path / "texts.npz")
+    np.testing.assert_array_equal(back.tokens, texts().tokens)
+    np.testing.assert_array_equal(back.prompt, texts().prompt)
+    np.testing.assert_array_equal(back.temperature, texts().temperature)
+
+
+def test_texts_without_room_are_left_out_or_refused() -> None:
+    given = texts()
+    given.prompt[[1, 2]] = 17, 6  # 4 and 15 positions from the prompt's last token to the end
+    assert given.usable(14).tokens[:, 0].tolist() == [0, 2, 3, 4, 5, 6]
+    assert given.usable(3).tokens.shape[0] == 7
+    with pytest.raises(ValueError, match="none of the 7 texts of 20 tokens has 17"):
+        given.usable(17)

@@ -1,0 +1,210 @@
+"""The drafter's training: blocks see the text before their anchor, targets are the right ones."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tfm_jax.decoding.state import Trio
+from tfm_jax.models.dflash import Drafter
+from tfm_jax.training.continuations import Continuations
+from tfm_jax.training.dflash import (
+    DrafterRecipe,
+    accepted_length,
+    draft_blocks,
+    drafter_loss,
+    sample_anchors,
+    target_rows,
+    train_drafter,
+)
+from tfm_jax.training.trainer import OptimiserConfig, fill, flatten
+
+RECIPE = DrafterRecipe(rows=2, anchors=5)
+
+
+def rows(seed: int = 0, length: int = 30) -> dict[str, jax.Array]:
+    tokens = np.random.default_rng(seed).integers(0, 80, (2, length)).astype(np.int32)
+    return {
+        "tokens": jnp.asarray(tokens),
+        "first": jnp.asarray([6, 9], jnp.int32),
+        "temperature": jnp.asarray([1.0, 0.0], jnp.float32),
+    }
+
+
+def test_anchors_are_distinct_sorted_and_inside() -> None:
+    drawn = [sample_anchors(jax.random.key(i), jnp.int32(4), 20, 6) for i in range(40)]
+    assert all(keep.all() for _, keep in drawn)
+    anchors = np.stack([a for a, _ in drawn])
+    assert (np.diff(anchors) > 0).all()
+    assert set(anchors.ravel()) == set(range(4, 20))
+
+
+@pytest.mark.parametrize("first", [17, 20, 25])
+def test_too_few_anchors_are_marked(first: int) -> None:
+    anchors, keep = sample_anchors(jax.random.key(0), jnp.int32(first), 20, 30)
+    room = max(20 - first, 0)
+    assert int(keep.sum()) == room
+    assert anchors[keep].tolist() == list(range(first, 20))[:room]
+
+
+def test_blocks_do_not_depend_on_what_follows_their_anchor(tiny_trio: Trio) -> None:
+    verifier, drafter = tiny_trio.verifier, tiny_trio.drafter
+    tokens = rows()["tokens"][0]
+    anchors = jnp.asarray([6, 8, 9, 20])  # the first three overlap
+    keep = jnp.ones((4,), bool)
+
+    def blocks(tokens: jax.Array) -> jax.Array:
+        features = verifier.forward(tokens, tiny_trio.taps).features
+        return draft_blocks(verifier, drafter, tokens, features, anchors, keep)
+
+    before = blocks(tokens)
+    for n, anchor in enumerate(anchors.tolist()):
+        after = tokens.at[anchor + 1 :].set((tokens[anchor + 1 :] + 7) % 80)
+        np.testing.assert_allclose(blocks(after)[n], before[n], atol=1e-5)
+        changed = blocks(tokens.at[anchor].set((tokens[anchor] + 1) % 80))
+        assert float(jnp.abs(changed[n] - before[n]).max()) > 1e-2
+
+
+def test_targets_are_the_distributions_that_the_tokens_were_drawn_from(tiny_trio: Trio) -> None:
+    verifier = tiny_trio.verifier
+    tokens = rows()["tokens"][0]
+    hidden = verifier.forward(tokens)
+    state = jax.random.normal(jax.random.key(1), (verifier.config.hidden_size,))
+    soft = target_rows(verifier, hidden, tokens, jnp.float32(1), True)
+    weights = np.asarray(verifier.output_rows, np.float64)
+    z = weights @ np.asarray(state, np.float64)
+    log_q = z - np.log(np.exp(z - z.max()).sum()) - z.max()
+    for i in (1, 13, 29):
+        logits = np.asarray(verifier.logits(hidden.final[i - 1]), np.float64)
+        p = np.exp(logits - logits.max())
+        p /= p.sum()
+        ours = float(soft[i] @ state) - (np.log(np.exp(z - z.max()).sum()) + z.max())
+        assert ours == pytest.approx((p * log_q).sum(), abs=2e-4)
+    hard = target_rows(verifier, hidden, tokens, jnp.float32(0), True)
+    np.testing.assert_array_equal(hard, verifier.output_rows[tokens])
+    np.testing.assert_array_equal(
+        target_rows(verifier, hidden, tokens, jnp.float32(1), False), verifier.output_rows[tokens]
+    )
+
+
+def test_loss_is_the_decayed_cross_entropy_of_the_blocks(tiny_trio: Trio) -> None:
+    verifier, drafter, batch = tiny_trio.verifier, tiny_trio.drafter, rows()
+    recipe = dataclasses.replace(RECIPE, anchors=17, distil=False)  # all that fit
+    value, metrics = drafter_loss(verifier, drafter, batch, jax.random.key(0), recipe)
+    total = weight = 0.0
+    hits = np.zeros((2, 30, 7))
+    for row, (tokens, first) in enumerate(zip(batch["tokens"], (6, 9), strict=True)):
+        features = verifier.forward(tokens, tiny_trio.taps).features
+        for anchor in range(first, 23):
+            block = jnp.full((8,), 82).at[0].set(tokens[anchor])
+            cache = drafter.extend(drafter.empty_cache(30, jnp.float32), features, 0)
+            out = drafter(verifier.embed_tokens(block), cache, anchor)[1:]
+            log_q = jax.nn.log_softmax(verifier.logits(out), axis=-1)
+            label = tokens[anchor + 1 : anchor + 8]
+            decay = np.exp(-np.arange(7) / recipe.gamma)
+            total -= float((decay * log_q[jnp.arange(7), label]).sum())
+            weight += decay.sum()
+            hits[row, anchor] = log_q.argmax(-1) == label
+    assert float(value) == pytest.approx(total / weight, rel=1e-5)
+    counted = np.array([hits[0, 6:23].sum(0), hits[1, 9:23].sum(0)]).sum(0) / 31
+    np.testing.assert_allclose(metrics["accuracy"], counted, atol=1e-6)
+    length = 1 + np.cumprod(hits[1, 9:23], axis=-1).sum(-1).mean()
+    assert float(metrics["length_greedy"]) == pytest.approx(length, rel=1e-6)
+
+
+def test_accepted_length_counts_up_to_the_first_miss() -> None:
+    hits = jnp.asarray([[True, True, False, True], [False, True, True, True], [True] * 4])
+    counted = jnp.asarray([True, True, False])
+    assert float(accepted_length(hits, counted)) == 2.0
+    assert float(accepted_length(hits, jnp.zeros((3,), bool))) == 0.0
+
+
+def gradient(trio: Trio, batch: dict, recipe: DrafterRecipe = RECIPE) -> tuple[dict, dict]:
+    graph, _ = nnx.split(trio.drafter)
+
+    def loss(params):
+        return drafter_loss(trio.verifier, fill(graph, params), batch, jax.random.key(0), recipe)
+
+    return jax.grad(loss, has_aux=True)(flatten(trio.drafter))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e12])
+def test_extreme_features_give_finite_gradients(tiny_trio: Trio, scale: float) -> None:
+    graph, state = nnx.split(tiny_trio.verifier)
+    loud = nnx.merge(graph, jax.tree.map(lambda x: x * scale, state))
+    found, _ = gradient(dataclasses.replace(tiny_trio, verifier=loud), rows())
+    assert all(bool(jnp.isfinite(g).all()) for g in found.values())
+
+
+def test_idle_rows_are_counted_and_change_nothing(tiny_trio: Trio) -> None:
+    batch = rows()
+    alone = {name: x[:1] for name, x in batch.items()}
+    idle = batch | {"first": jnp.asarray([6, 23])}
+    # All 17 places are taken, so that both draw the same anchors.
+    recipe = dataclasses.replace(RECIPE, anchors=17)
+    key = jax.random.key(0)
+    one, _ = drafter_loss(tiny_trio.verifier, tiny_trio.drafter, alone, key, recipe)
+    two, metrics = drafter_loss(tiny_trio.verifier, tiny_trio.drafter, idle, key, recipe)
+    assert float(two) == pytest.approx(float(one), rel=1e-6)
+    assert int(metrics["idle_rows"]) == 1
+    none = batch | {"first": jnp.asarray([23, 29])}
+    found, metrics = gradient(tiny_trio, none)
+    assert int(metrics["idle_rows"]) == 2
+    assert all(bool((g == 0).all()) for g in found.values())
+
+
+def test_texts_without_any_usable_position_are_refused(tiny_trio: Trio) -> None:
+    given = Continuations(
+        tokens=np.zeros((3, 20), np.uint16),
+        prompt=np.full((3,), 15, np.int32),
+        temperature=np.ones((3,), np.float32),
+    )
+    with pytest.raises(ValueError, match="none of the 3 texts"):
+        train_drafter(
+            tiny_trio.drafter.config,
+            tiny_trio.verifier,
+            given,
+            OptimiserConfig(steps=1),
+            RECIPE,
+        )
+
+
+def test_recipes_are_checked() -> None:
+    with pytest.raises(ValueError, match="set distil = False"):
+        DrafterRecipe(loss="dpace")
+    with pytest.raises(ValueError, match="decayed or dpace"):
+        DrafterRecipe(loss="l2")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="positive"):
+        DrafterRecipe(anchors=0)
+
+
+def test_training_learns_the_texts(tiny_trio: Trio, capsys: pytest.CaptureFixture) -> None:
+    """Three periodic texts: whole blocks can be known from the anchor and the text before it."""
+    period = np.random.default_rng(0).integers(0, 80, (3, 10))
+    given = Continuations(
+        tokens=np.tile(period, 5).astype(np.uint16),
+        prompt=np.full((3,), 12, np.int32),
+        temperature=np.zeros((3,), np.float32),
+    )
+    config = tiny_trio.drafter.config
+    state = train_drafter(
+        config,
+        tiny_trio.verifier,
+        given,
+        OptimiserConfig(steps=150),
+        DrafterRecipe(rows=3, anchors=8),
+        log_every=150,
+    )
+    graph, _ = nnx.split(Drafter(config, rngs=nnx.Rngs(0)))
+    batch = given.batches(3, 0)(0)
+    recipe = DrafterRecipe(rows=3, anchors=30)
+    _, metrics = drafter_loss(
+        tiny_trio.verifier, fill(graph, state.params), batch, jax.random.key(5), recipe
+    )
+    assert float(metrics["length_greedy"]) > 7.5  # of 8
+    assert "dflash:" in capsys.readouterr().out

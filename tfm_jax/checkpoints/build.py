@@ -1,0 +1,102 @@
+"""Modules made from parameters, and parameters taken from modules; no random weights between."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from tfm_jax.checkpoints.errors import refuse
+from tfm_jax.config import DrafterConfig, VerifierConfig, WeaverConfig
+from tfm_jax.models.dflash import Drafter
+from tfm_jax.models.qwen36 import Verifier
+from tfm_jax.models.weaver import Weaver
+
+Placement = jax.Device | jax.sharding.Sharding | None
+
+
+def build_verifier(
+    config: VerifierConfig, params: Mapping[str, np.ndarray], *, device: Placement = None
+) -> Verifier:
+    """The verifier with exactly these parameters, placed one tensor at a time on `device`.
+
+    Args:
+      config: sizes.
+      params: arrays by dotted path, as `read_trio` gives them.
+      device: a device or sharding for all tensors; the default device if not given.
+
+    Raises:
+      CheckpointError: a parameter is missing, unknown or of another shape.
+    """
+    return _fill(Verifier, config, params, device)
+
+
+def build_drafter(
+    config: DrafterConfig, params: Mapping[str, np.ndarray], *, device: Placement = None
+) -> Drafter:
+    """The drafter with exactly these parameters; see `build_verifier`."""
+    return _fill(Drafter, config, params, device)
+
+
+def build_weaver(
+    config: WeaverConfig, params: Mapping[str, np.ndarray], *, device: Placement = None
+) -> Weaver:
+    """The Weaver with exactly these parameters; see `build_verifier`."""
+    return _fill(Weaver, config, params, device)
+
+
+def parameter_shapes(
+    config: VerifierConfig | DrafterConfig | WeaverConfig,
+) -> dict[str, tuple[int, ...]]:
+    """Shapes by dotted path of the module that `config` describes; nothing is allocated."""
+    kind = {VerifierConfig: Verifier, DrafterConfig: Drafter, WeaverConfig: Weaver}[type(config)]
+    return {path: leaf.shape for path, leaf in _leaves(_outline(kind, config)).items()}
+
+
+def module_params(module: nnx.Module) -> dict[str, np.ndarray]:
+    """The module's parameters on the host, by dotted path."""
+    return {path: np.asarray(leaf) for path, leaf in _leaves(module).items()}
+
+
+def _fill(
+    kind: Callable[..., nnx.Module],
+    config: Any,
+    params: Mapping[str, np.ndarray],
+    device: Placement,
+) -> Any:
+    graph, state = nnx.split(_outline(kind, config))
+    shapes = parameter_shapes(config)
+    problems = [f"{path} is missing" for path in shapes if path not in params]
+    problems += [f"no place for {path}" for path in params if path not in shapes]
+    problems += [
+        f"{path} is {list(params[path].shape)}, expected {list(shape)}"
+        for path, shape in shapes.items()
+        if path in params and params[path].shape != shape
+    ]
+    refuse(f"parameters of {type(config).__name__}", problems)
+    leaves = []
+    for path, variable in nnx.to_flat_state(state):
+        # Without a copy a CPU array would alias the file it is mapped from.
+        array = jax.device_put(params[_dotted(path)], device, may_alias=False)
+        leaves.append((path, variable.replace(array)))
+    return nnx.merge(graph, nnx.from_flat_state(leaves))
+
+
+@functools.cache
+def _outline(kind: Callable[..., nnx.Module], config: Any) -> nnx.Module:
+    """The module with shapes in place of arrays; shared, so never written to."""
+    return nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0), dtype=jnp.float32))
+
+
+def _leaves(module: nnx.Module) -> dict[str, Any]:
+    flat = nnx.to_flat_state(nnx.state(module))
+    return {_dotted(path): variable.get_value() for path, variable in flat}
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    return ".".join(str(part) for part in path)

@@ -1,0 +1,160 @@
+"""The directory that conversion makes: `config.json`, tokenizer files and an orbax checkpoint.
+
+Parameters lie under `weights/` as a nested dictionary, network first, then the dotted path.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+
+from tfm_jax.checkpoints import keymaps
+from tfm_jax.checkpoints.errors import CheckpointError, refuse
+from tfm_jax.checkpoints.opened import Opened, check, read_json
+from tfm_jax.config import ConfigError, DrafterConfig, VerifierConfig, WeaverConfig
+
+FORMAT = "tfm_jax"
+VERSION = 1
+
+
+def is_stored(directory: Path) -> bool:
+    """Whether `directory` was made by `write_store`, by its `config.json`."""
+    path = directory / "config.json"
+    return path.is_file() and _format(path) == FORMAT
+
+
+def write_store(
+    directory: Path,
+    configs: Mapping[str, VerifierConfig | DrafterConfig | WeaverConfig],
+    params: Mapping[str, Mapping[str, np.ndarray]],
+) -> None:
+    """Writes `config.json` and `weights/` into an existing directory.
+
+    Args:
+      directory: without `weights/`.
+      configs: by network: `verifier`, and `drafter` and `weaver` if there are any.
+      params: for the same networks, arrays by dotted path.
+    """
+    described: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+    for name, config in configs.items():
+        described[name] = (
+            config.to_published() if isinstance(config, WeaverConfig) else config.to_hf()
+        )
+    tree = {name: _nest(params[name]) for name in configs}
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        checkpointer.save((directory / "weights").absolute(), args=ocp.args.StandardSave(tree))
+    # With the sizes a cut or absent file can be named before orbax trips over it.
+    described["files"] = {
+        str(file.relative_to(directory)): file.stat().st_size
+        for file in sorted((directory / "weights").rglob("*"))
+        if file.is_file()
+    }
+    (directory / "config.json").write_text(json.dumps(described, indent=2) + "\n", "utf-8")
+
+
+def open_store(
+    directory: Path,
+) -> tuple[Opened[VerifierConfig], Opened[DrafterConfig] | None, Opened[WeaverConfig] | None]:
+    """Verifier, drafter and Weaver of a converted directory, each with the two-sided check.
+
+    All weights are read into host memory.
+    """
+    described = read_json(directory / "config.json")
+    if described.get("version") != VERSION:
+        raise CheckpointError(
+            f"{directory} has version {described.get('version')!r} of the format, this program "
+            f"reads {VERSION}; convert again"
+        )
+    _check_files(directory, described.get("files") or {})
+    weights = directory / "weights"
+    try:
+        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+            tree = checkpointer.restore(weights.absolute())
+    except Exception as error:  # orbax and tensorstore raise many kinds
+        raise CheckpointError(
+            f"{weights} is damaged or incomplete, convert again: {_first_line(error)}"
+        ) from error
+    tensors = {name: dict(_flatten(part)) for name, part in tree.items()}
+    absent = [n for n in ("verifier", "drafter", "weaver") if n in described and n not in tensors]
+    if absent or "verifier" not in described:
+        raise CheckpointError(f"{directory} has no weights of: {', '.join(absent) or 'verifier'}")
+
+    def network(name: str, config: Any, keymap: keymaps.KeyMap) -> Any:
+        return check(
+            config,
+            directory,
+            (weights,),
+            tensors[name],
+            keymap=keymaps.own_names(keymap),
+        )
+
+    try:
+        verifier = VerifierConfig.from_hf(described["verifier"])
+        drafter = DrafterConfig.from_hf(described["drafter"]) if "drafter" in described else None
+        weaver = (
+            WeaverConfig.from_published(described["weaver"], keys=set(tensors["weaver"]))
+            if "weaver" in described
+            else None
+        )
+    except ConfigError as error:
+        raise CheckpointError(f"{directory / 'config.json'}: {error}") from None
+    return (
+        network("verifier", verifier, keymaps.VERIFIER),
+        None if drafter is None else network("drafter", drafter, keymaps.DRAFTER),
+        None if weaver is None else network("weaver", weaver, keymaps.WEAVER),
+    )
+
+
+class _Uncopied(np.ndarray):
+    """An array that saving reads in place: it is synchronous, so nothing can change it."""
+
+    def __deepcopy__(self, memo: Any) -> _Uncopied:
+        return self
+
+
+def _check_files(directory: Path, sizes: Mapping[str, int]) -> None:
+    problems = []
+    for name, size in sizes.items():
+        file = directory / name
+        if not file.is_file():
+            problems.append(f"{name} is not there")
+        elif file.stat().st_size != size:
+            problems.append(f"{name} has {file.stat().st_size} bytes, {size} were written")
+    if problems:
+        problems.append("copy it again or convert again")
+    refuse(directory, problems)
+
+
+def _nest(params: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, array in params.items():
+        *parents, leaf = path.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = array.view(_Uncopied)
+    return tree
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, np.ndarray]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", np.asarray(value)
+
+
+def _format(path: Path) -> Any:
+    try:
+        return read_json(path).get("format")
+    except CheckpointError:
+        return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or repr(error)).splitlines()[0][:200]

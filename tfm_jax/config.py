@@ -1,0 +1,439 @@
+"""Frozen configurations: the three networks, the draft tree and sampling."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+LINEAR = "linear_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+
+
+class ConfigError(ValueError):
+    """A configuration that is missing a value, or holds one this code does not support."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerifierConfig:
+    """Dense Qwen3.5/3.6 text model, by the names of its `config.json` (`text_config`)."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layer_types: tuple[str, ...]
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int = 4
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1e7
+    partial_rotary_factor: float = 0.25
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 262144
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.layer_types) - {LINEAR, FULL})
+        if unknown:
+            raise ConfigError(f"layer_types may hold {LINEAR!r} and {FULL!r}, got {unknown}")
+        _check_divides("num_attention_heads", self.num_attention_heads, self.num_key_value_heads)
+        _check_divides(
+            "linear_num_value_heads", self.linear_num_value_heads, self.linear_num_key_heads
+        )
+        if self.rotary_dim % 2:
+            raise ConfigError(f"the rotary width must be even, got {self.rotary_dim}")
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return len(self.layer_types)
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def linear_key_dim(self) -> int:
+        return self.linear_num_key_heads * self.linear_key_head_dim
+
+    @property
+    def linear_value_dim(self) -> int:
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        return 2 * self.linear_key_dim + self.linear_value_dim
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> VerifierConfig:
+        """Reads a flat (`qwen3_5_text`) or nested (`qwen3_5`) Hugging Face configuration."""
+        text = dict(config.get("text_config", config))
+        model_type = text.get("model_type")
+        if model_type != "qwen3_5_text":
+            raise ConfigError(
+                f"expected a dense Qwen3.5/3.6 text model (model_type 'qwen3_5_text'), "
+                f"got {model_type!r}"
+            )
+        _refuse(text, "attention_bias", False)
+        _refuse(text, "attn_output_gate", True)
+        _refuse(text, "hidden_act", "silu")
+        _refuse(text, "output_gate_type", "swish")
+        rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+        if rope.get("rope_type", "default") != "default":
+            raise ConfigError(f"rope_type must be 'default', got {rope['rope_type']!r}")
+        layers = _need(text, "num_hidden_layers")
+        interval = text.get("full_attention_interval", 4)
+        layer_types = text.get("layer_types") or [
+            FULL if (i + 1) % interval == 0 else LINEAR for i in range(layers)
+        ]
+        if len(layer_types) != layers:
+            raise ConfigError(
+                f"layer_types has {len(layer_types)} entries, num_hidden_layers is {layers}"
+            )
+        tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+        eos = text.get("eos_token_id", config.get("eos_token_id"))
+        return cls(
+            **{name: _need(text, name) for name in _VERIFIER_SIZES},
+            layer_types=tuple(layer_types),
+            rms_norm_eps=text.get("rms_norm_eps", 1e-6),
+            rope_theta=float(rope.get("rope_theta", text.get("rope_theta", 1e7))),
+            partial_rotary_factor=rope.get(
+                "partial_rotary_factor", text.get("partial_rotary_factor", 0.25)
+            ),
+            tie_word_embeddings=bool(tied),
+            max_position_embeddings=text.get("max_position_embeddings", 262144),
+            eos_token_ids=_as_ids(eos),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The flat `qwen3_5_text` configuration that `from_hf` reads back."""
+        return {
+            "architectures": ["Qwen3_5ForCausalLM"],
+            "model_type": "qwen3_5_text",
+            **{name: getattr(self, name) for name in _VERIFIER_SIZES},
+            "num_hidden_layers": self.num_hidden_layers,
+            "layer_types": list(self.layer_types),
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": self.rope_theta,
+                "partial_rotary_factor": self.partial_rotary_factor,
+            },
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "max_position_embeddings": self.max_position_embeddings,
+            "eos_token_id": list(self.eos_token_ids),
+            "attention_bias": False,
+            "attn_output_gate": True,
+            "hidden_act": "silu",
+            "mamba_ssm_dtype": "float32",
+        }
+
+
+_VERIFIER_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """DFlash block drafter, by the names of its `config.json` and `dflash_config`."""
+
+    hidden_size: int
+    intermediate_size: int
+    layer_types: tuple[str, ...]
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    mask_token_id: int
+    vocab_size: int
+    block_size: int = 16
+    sliding_window: int | None = None
+    is_causal: bool | None = None
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1e7
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.layer_types) - {SLIDING, FULL})
+        if unknown:
+            raise ConfigError(f"layer_types may hold {SLIDING!r} and {FULL!r}, got {unknown}")
+        if SLIDING in self.layer_types and not (self.sliding_window or 0) > 0:
+            raise ConfigError(
+                f"sliding layers need a positive sliding_window, got {self.sliding_window}"
+            )
+        _check_divides("num_attention_heads", self.num_attention_heads, self.num_key_value_heads)
+        ids = self.target_layer_ids
+        if not ids or len(set(ids)) != len(ids):
+            raise ConfigError(f"target_layer_ids must be distinct and not empty, got {list(ids)}")
+        outside = [i for i in ids if not 0 <= i < self.num_target_layers]
+        if outside:
+            raise ConfigError(
+                f"target_layer_ids must lie in 0..{self.num_target_layers - 1}, got {outside}"
+            )
+        if self.block_size < 2:
+            raise ConfigError(f"block_size must be at least 2, got {self.block_size}")
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return len(self.layer_types)
+
+    @property
+    def depth(self) -> int:
+        """Future positions drafted by one pass: the block without its anchor."""
+        return self.block_size - 1
+
+    def is_layer_causal(self, index: int) -> bool:
+        """Whether a block row of this layer sees only block rows at or before it."""
+        if self.is_causal is not None:
+            return self.is_causal
+        return self.layer_types[index] == SLIDING
+
+    def window(self, index: int) -> int | None:
+        """Sliding window of this layer, counting the row itself; None for a full layer."""
+        return self.sliding_window if self.layer_types[index] == SLIDING else None
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> DrafterConfig:
+        """Reads a DFlash configuration; `dflash_config` wins over the top level."""
+        nested = config.get("dflash_config") or {}
+
+        def find(name: str, default: Any = None) -> Any:
+            return nested.get(name, config.get(name, default))
+
+        if "conv_kernel_size" in nested or "selector_rank" in nested:
+            raise ConfigError("this is a DFlash 2 checkpoint; only DFlash 1 is supported")
+        _refuse(config, "attention_bias", False)
+        _refuse(config, "hidden_act", "silu")
+        if config.get("rope_scaling"):
+            raise ConfigError(f"rope_scaling must be null, got {config['rope_scaling']!r}")
+        for name in ("mask_token_id", "target_layer_ids"):
+            if find(name) is None:
+                raise ConfigError(f"the drafter's config.json has no {name}; it is never guessed")
+        rope = config.get("rope_parameters") or {}
+        theta = rope.get("rope_theta", config.get("rope_theta"))
+        if theta is None:
+            raise ConfigError("the drafter's config.json has no rope_theta")
+        layers = _need(config, "num_hidden_layers")
+        types = tuple(config.get("layer_types") or [FULL] * layers)
+        if len(types) != layers:
+            raise ConfigError(f"layer_types has {len(types)} entries, num_hidden_layers is {layers}")
+        causal = find("is_causal", find("causal"))
+        return cls(
+            **{name: _need(config, name) for name in _DRAFTER_SIZES},
+            layer_types=types,
+            target_layer_ids=tuple(find("target_layer_ids")),
+            mask_token_id=find("mask_token_id"),
+            block_size=find("block_size", 16),
+            sliding_window=config.get("sliding_window"),
+            is_causal=causal,
+            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+            rope_theta=float(theta),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The configuration that `from_hf` reads back, in the published layout."""
+        return {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            **{name: getattr(self, name) for name in _DRAFTER_SIZES},
+            "num_hidden_layers": self.num_hidden_layers,
+            "layer_types": list(self.layer_types),
+            "block_size": self.block_size,
+            "dflash_config": {
+                "mask_token_id": self.mask_token_id,
+                "target_layer_ids": list(self.target_layer_ids),
+            },
+            "sliding_window": self.sliding_window,
+            "use_sliding_window": self.sliding_window is not None,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": None,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            **({} if self.is_causal is None else {"is_causal": self.is_causal}),
+        }
+
+
+_DRAFTER_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_target_layers",
+    "vocab_size",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeaverConfig:
+    """Weaver adapter: `d_model`, `d_rank`, ... are the names of its published configuration."""
+
+    d_model: int
+    d_embed: int
+    d_rank: int
+    num_heads: int
+    mlp_dim: int
+    num_layers: int = 1
+    depth: int = 15
+    candidate_pool_size: int = 512
+    variant: Literal["learned_gelu", "rope_swiglu"] = "learned_gelu"
+    gelu: Literal["tanh", "erf"] = "tanh"
+    rope_base: float = 10000.0
+
+    def __post_init__(self) -> None:
+        if self.variant not in ("learned_gelu", "rope_swiglu"):
+            raise ConfigError(f"variant must be learned_gelu or rope_swiglu, got {self.variant!r}")
+        if self.gelu not in ("tanh", "erf"):
+            raise ConfigError(f"gelu must be tanh or erf, got {self.gelu!r}")
+        _check_divides("d_rank", self.d_rank, self.num_heads)
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_rank // self.num_heads
+
+    @classmethod
+    def from_published(cls, config: Mapping[str, Any], *, keys: set[str]) -> WeaverConfig:
+        """Reads a published configuration; the tensor names in `keys` decide the variant."""
+        learned = "pos_emb" in keys
+        rotary = any("gate_up_proj" in key for key in keys)
+        if learned == rotary:
+            raise ConfigError(
+                "a Weaver has either `pos_emb` (early variant) or `gate_up_proj` (later variant); "
+                f"this one has {'both' if learned else 'neither'}"
+            )
+        for name, served in (("encoder_mode", 3), ("score_head", 4)):
+            _refuse(config, name, served)
+        return cls(
+            d_model=_need(config, "d_model"),
+            d_embed=config.get("d_embed", config["d_model"]),
+            d_rank=_need(config, "d_rank"),
+            num_heads=_need(config, "num_heads"),
+            mlp_dim=_need(config, "mlp_dim"),
+            num_layers=config.get("num_layers", 1),
+            depth=_need(config, "K"),
+            candidate_pool_size=_need(config, "candidate_pool_size"),
+            variant="learned_gelu" if learned else "rope_swiglu",
+            gelu=config.get("gelu", "tanh"),
+            rope_base=float(config.get("rope_base", 10000.0)),
+        )
+
+    def to_published(self) -> dict[str, Any]:
+        """The configuration that `from_published` reads back."""
+        extra: dict[str, Any] = (
+            {"gelu": self.gelu}
+            if self.variant == "learned_gelu"
+            else {"rope_base": self.rope_base, "activation": "swiglu"}
+        )
+        return {
+            "d_model": self.d_model,
+            "d_embed": self.d_embed,
+            "d_rank": self.d_rank,
+            "num_layers": self.num_layers,
+            "num_heads": self.num_heads,
+            "mlp_dim": self.mlp_dim,
+            "K": self.depth,
+            "candidate_pool_size": self.candidate_pool_size,
+            **extra,
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TreeConfig:
+    """Shape of a draft tree: `budget` drafted nodes, grown `expand` at a time.
+
+    Attributes:
+      budget: drafted nodes, the root not counted (B in the paper).
+      expand: frontier entries that become nodes at once (w); one Weaver call expands them all.
+      children: pool tokens offered by an expanded node.
+      pool: candidates kept per future position (K); limited by the vocabulary.
+    """
+
+    budget: int = 64
+    expand: int = 4
+    children: int = 8
+    pool: int = 512
+
+    def __post_init__(self) -> None:
+        for name in ("budget", "expand", "children", "pool"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"TreeConfig.{name} must be a positive integer, got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a token is chosen from the verifier's logits.
+
+    Attributes:
+      temperature: 0 takes the argmax (lowest id on ties); above it, logits are divided by it.
+      top_k: keep the k most probable tokens; 0 keeps all.
+      top_p: keep tokens while the probability before them is below this.
+      min_p: keep tokens at least this share as probable as the best one.
+      seed: the noise of a position depends on the seed and the position alone, so every
+        method emits the same text for the same seed.
+      shared_noise: let the draft tree be grown under the noise that will choose the target's
+        tokens. The output is unchanged; more of it is drafted correctly.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    shared_noise: bool = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ConfigError(
+                f"temperature must be finite and not negative, got {self.temperature}"
+            )
+        if not isinstance(self.top_k, int) or self.top_k < 0:
+            raise ConfigError(f"top_k must be a non-negative integer, got {self.top_k!r}")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise ConfigError(f"min_p must lie in [0, 1], got {self.min_p}")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
+            raise ConfigError(f"seed must be an integer in 0..2^32 - 1, got {self.seed!r}")
+
+
+def _need(config: Mapping[str, Any], name: str) -> Any:
+    value = config.get(name)
+    if value is None:
+        raise ConfigError(f"the configuration has no {name}")
+    return value
+
+
+def _refuse(config: Mapping[str, Any], name: str, supported: Any) -> None:
+    value = config.get(name, supported)
+    if value != supported:
+        raise ConfigError(f"{name} = {value!r} is not supported, only {supported!r}")
+
+
+def _check_divides(name: str, whole: int, part: int) -> None:
+    if part < 1 or whole % part:
+        raise ConfigError(f"{name} = {whole} is not a multiple of {part}")
+
+
+def _as_ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)

@@ -1,0 +1,1 @@
+"""One speculative round, a verb a file: draft, grow, verify, accept, commit."""

@@ -1,0 +1,76 @@
+"""One drafter pass over [anchor, mask, mask, ...] -> a pool of candidates per future position."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from tfm_jax.decoding.sampling import hide_padding, position_noise
+from tfm_jax.decoding.state import DecodeState, Request, Trio
+from tfm_jax.models.layers import project
+
+NO_CANDIDATE = -1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Draft:
+    """Marginals of D future positions; row d holds candidates for children of depth-d nodes.
+
+    Attributes:
+      hidden: [D, H] drafter's final-norm states.
+      ids: [D, K] int32, best first, NO_CANDIDATE where the vocabulary ran out.
+      logits: [D, K] float32 raw drafter logits, -inf where there is no candidate.
+      noise: [D, K] float32, what the target will add at that position; zeros unless shared.
+      temperature: float32 scalar that conditionals are formed at.
+    """
+
+    hidden: jax.Array
+    ids: jax.Array
+    logits: jax.Array
+    noise: jax.Array
+    temperature: jax.Array
+
+    def log_probs(self, logits: jax.Array, depths: jax.Array) -> jax.Array:
+        """Log-probabilities [w, K] over the pool rows `depths` [w] from raw logits [w, K]."""
+        return jax.nn.log_softmax(logits / self.temperature + self.noise[depths], axis=-1)
+
+    @property
+    def marginals(self) -> jax.Array:
+        """Log-probabilities [D, K] of the drafter alone."""
+        return self.log_probs(self.logits, jnp.arange(self.ids.shape[0]))
+
+
+def draft(trio: Trio, state: DecodeState, request: Request, pool: int) -> Draft:
+    """Drafts `trio.depth` positions after the anchor, `pool` candidates each."""
+    assert trio.drafter is not None and state.context is not None
+    config = trio.drafter.config
+    block = jnp.full((config.block_size,), config.mask_token_id, jnp.int32)
+    block = block.at[0].set(state.tokens[state.length])
+    hidden = trio.drafter(trio.verifier.embed_tokens(block), state.context, state.length)
+    hidden = hidden[1 : trio.depth + 1]
+    marginals = project(hidden, trio.verifier.output_rows, out_dtype=jnp.float32)
+    marginals = hide_padding(marginals, request.vocab_limit)
+    logits, ids = jax.lax.top_k(marginals, min(pool, marginals.shape[-1]))
+    sampled = request.temperature > 0
+    return Draft(
+        hidden=hidden,
+        ids=jnp.where(jnp.isfinite(logits), ids, NO_CANDIDATE),
+        logits=logits,
+        noise=_shared_noise(state, request, ids, marginals.shape[-1]),
+        temperature=jnp.where(sampled, request.temperature, 1.0),
+    )
+
+
+def _shared_noise(
+    state: DecodeState, request: Request, ids: jax.Array, vocab: int
+) -> jax.Array:
+    positions = state.length + 1 + jnp.arange(ids.shape[0])
+
+    def shared() -> jax.Array:
+        return jnp.take_along_axis(position_noise(request, positions, vocab), ids, axis=-1)
+
+    use = request.shared_noise & (request.temperature > 0)
+    return jax.lax.cond(use, shared, lambda: jnp.zeros(ids.shape, jnp.float32))

@@ -1,0 +1,76 @@
+"""Choosing tokens from the verifier's logits, the same way in every method.
+
+The noise of a position depends on the seed and the position alone. A sampled text is then a
+function of the seed: drafting can change how fast it appears, never what it says.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from tfm_jax.decoding.state import Request
+
+
+def position_noise(request: Request, positions: jax.Array, vocab: int) -> jax.Array:
+    """Gumbel noise [P, vocab] float32 for the tokens at `positions` [P]."""
+    key = jax.random.key(request.seed)
+
+    def at(position: jax.Array) -> jax.Array:
+        return jax.random.gumbel(jax.random.fold_in(key, position), (vocab,), jnp.float32)
+
+    return jax.vmap(at)(positions)
+
+
+def hide_padding(logits: jax.Array, vocab_limit: jax.Array) -> jax.Array:
+    """Logits [..., V] with -inf at ids that no token has."""
+    return jnp.where(jnp.arange(logits.shape[-1]) < vocab_limit, logits, -jnp.inf)
+
+
+def choose(
+    logits: jax.Array, depths: jax.Array, positions: jax.Array, request: Request
+) -> jax.Array:
+    """The target's token [N] int32 for every row of logits [N, V] float32.
+
+    Greedy at temperature 0, lowest id on ties. Above it a draw from the filtered softmax by
+    the Gumbel maximum.
+
+    Args:
+      logits: [N, V] float32.
+      depths: [N] int32, row of `positions` that the row's token will stand at.
+      positions: [P] int32, distinct positions.
+    """
+    logits = hide_padding(logits, request.vocab_limit)
+
+    def draw() -> jax.Array:
+        scaled = jax.lax.cond(
+            (request.top_k > 0) | (request.top_p < 1) | (request.min_p > 0),
+            lambda: filter_logits(logits / request.temperature, request),
+            lambda: logits / request.temperature,
+        )
+        noise = position_noise(request, positions, logits.shape[-1])
+        return jnp.argmax(scaled + noise[depths], axis=-1)
+
+    def greedy() -> jax.Array:
+        return jnp.argmax(logits, axis=-1)
+
+    return jax.lax.cond(request.temperature > 0, draw, greedy).astype(jnp.int32)
+
+
+def filter_logits(scaled: jax.Array, request: Request) -> jax.Array:
+    """Logits [N, V], already divided by the temperature, with -inf outside the allowed set.
+
+    Order: top-k, then top-p on what is left (a token stays while the probability before it is
+    below top_p), then min-p against the best token. Ties are kept in order of id.
+    """
+    vocab = scaled.shape[-1]
+    order = jnp.argsort(-scaled, axis=-1, stable=True)
+    ranked = jnp.take_along_axis(scaled, order, axis=-1)
+    k = jnp.where(request.top_k > 0, request.top_k, vocab)
+    ranked = jnp.where(jnp.arange(vocab) < k, ranked, -jnp.inf)
+    probability = jax.nn.softmax(ranked, axis=-1)
+    before = jnp.cumsum(probability, axis=-1) - probability
+    keep = (before < request.top_p) & (probability >= request.min_p * probability[:, :1])
+    ranked = jnp.where(keep, ranked, -jnp.inf)
+    back = jnp.argsort(order, axis=-1)
+    return jnp.take_along_axis(ranked, back, axis=-1)

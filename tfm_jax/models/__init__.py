@@ -1,0 +1,1 @@
+"""Flax NNX modules of the three networks; no decoding logic."""

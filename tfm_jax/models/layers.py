@@ -1,0 +1,156 @@
+"""Parts that all three networks share: products, norms, rotary positions, attention."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+EXACT = jax.lax.Precision.HIGHEST
+MASKED = -1e30  # finite, so that a row with nothing to see gives zeros and no NaN
+
+
+def project(
+    x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype | None = None
+) -> jax.Array:
+    """`x @ weight.T` in the dtype of `x`, exact where that is float32.
+
+    Args:
+      x: [..., in].
+      weight: [out, in], the layout of published checkpoints.
+      out_dtype: of the result; that of `x` if not given. Sums are float32 either way.
+    """
+    return jax.lax.dot_general(
+        x,
+        weight.astype(x.dtype),
+        (((x.ndim - 1,), (1,)), ((), ())),
+        precision=EXACT if x.dtype == jnp.float32 else None,
+        preferred_element_type=out_dtype or x.dtype,
+    )
+
+
+class Linear(nnx.Module):
+    """A weight [out, in] and, if asked for, a bias [out]."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        rngs: nnx.Rngs,
+        dtype: jnp.dtype,
+        bias: bool = False,
+    ) -> None:
+        scale = in_features**-0.5
+        noise = jax.random.normal(rngs.params(), (out_features, in_features), jnp.float32)
+        self.weight = nnx.Param((noise * scale).astype(dtype))
+        self.bias = nnx.Param(jnp.zeros((out_features,), dtype)) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = project(x, self.weight[...])
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """`x / rms(x) * weight` over the last axis, float32 inside, in the dtype of `x`."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return (y * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """RMS norm over the last axis; a zero-centred one multiplies by 1 + weight."""
+
+    def __init__(
+        self, features: int, eps: float, *, dtype: jnp.dtype, zero_centred: bool = False
+    ) -> None:
+        init = jnp.zeros if zero_centred else jnp.ones
+        self.weight = nnx.Param(init((features,), dtype))
+        self.eps = eps
+        self.zero_centred = zero_centred
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        weight = self.weight[...].astype(jnp.float32)
+        return rms_norm(x, 1.0 + weight if self.zero_centred else weight, self.eps)
+
+
+class GatedMLP(nnx.Module):
+    """`down(silu(gate x) * up x)`."""
+
+    def __init__(self, hidden: int, inner: int, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+        self.gate_proj = Linear(hidden, inner, rngs=rngs, dtype=dtype)
+        self.up_proj = Linear(hidden, inner, rngs=rngs, dtype=dtype)
+        self.down_proj = Linear(inner, hidden, rngs=rngs, dtype=dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def rotate(x: jax.Array, positions: jax.Array, theta: float, width: int) -> jax.Array:
+    """Rotary embedding of the first `width` channels, halves paired (j, j + width / 2).
+
+    Args:
+      x: [T, heads, D].
+      positions: [T] int32.
+      theta: frequency base; frequency j is `theta ** (-2 j / width)`.
+      width: even, at most D; the other channels pass unchanged.
+    """
+    frequencies = theta ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
+    angles = positions.astype(jnp.float32)[:, None, None] * frequencies  # [T, 1, width / 2]
+    cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
+    a, b, rest = x[..., : width // 2], x[..., width // 2 : width], x[..., width:]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
+
+
+def attend(
+    q: jax.Array, parts: list[tuple[jax.Array, jax.Array, jax.Array]], *, scale: float | None = None
+) -> jax.Array:
+    """Softmax attention of grouped query heads over several stretches of keys.
+
+    Scores are float32. Stretches are never concatenated, so a long cache is read in place.
+
+    Args:
+      q: [T, heads, D]; query head h reads key head h // (heads / key heads).
+      parts: (keys [key heads, S, D], values [key heads, S, D], visible [T, S] bool) each.
+      scale: of the scores; D ** -0.5 if not given.
+
+    Returns:
+      [T, heads, D] in the dtype of `q`; a row that sees nothing is zero.
+    """
+    rows, heads, size = q.shape
+    groups = parts[0][0].shape[0]
+    precision = EXACT if q.dtype == jnp.float32 else None
+    grouped = q.reshape(rows, groups, heads // groups, size)
+    scores = [
+        jnp.where(
+            visible[:, None, None, :],
+            jnp.einsum(
+                "tgrd,gsd->tgrs",
+                grouped,
+                keys.astype(q.dtype),
+                precision=precision,
+                preferred_element_type=jnp.float32,
+            )
+            * (size**-0.5 if scale is None else scale),
+            MASKED,
+        )
+        for keys, _, visible in parts
+    ]
+    top = jnp.max(jnp.stack([s.max(axis=-1) for s in scores]), axis=0)[..., None]
+    weights = [
+        jnp.where(visible[:, None, None, :], jnp.exp(s - top), 0.0)
+        for s, (_, _, visible) in zip(scores, parts, strict=True)
+    ]
+    total = sum(w.sum(axis=-1) for w in weights)[..., None]  # [T, G, R, 1]
+    mixed = sum(
+        jnp.einsum(
+            "tgrs,gsd->tgrd",
+            w.astype(q.dtype),
+            values.astype(q.dtype),
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        for w, (_, values, _) in zip(weights, parts, strict=True)
+    )
+    out = mixed / jnp.where(total > 0, total, 1.0)
+    return out.reshape(rows, heads, size).astype(q.dtype)

@@ -1,0 +1,423 @@
+"""Qwen3.5/3.6 text model: gated DeltaNet and gated attention layers in a 3:1 pattern.
+
+Parameters carry the names and the [out, in] layout of the published checkpoints. Three ways
+through the same weights: `prefill` (rows in sequence), `verify` (rows of a draft tree) and
+`forward` (a whole text without caches, for training and scoring).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pallas_kernels import gdn_tree
+from tfm_jax.config import LINEAR, VerifierConfig
+from tfm_jax.models.gated_delta import chunked_delta_rule, gates, unit_length
+from tfm_jax.models.layers import GatedMLP, Linear, RMSNorm, attend, project, rms_norm, rotate
+from tfm_jax.tree import Topology
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearCache:
+    """What a DeltaNet layer keeps of the committed text.
+
+    Attributes:
+      state: [HV, DK, DV] float32.
+      history: [W - 1, C] the newest convolution inputs, oldest first, zeros before the text.
+    """
+
+    state: jax.Array
+    history: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVCache:
+    """Keys (normed, rotated) and values [KV heads, capacity, D]; rows past the length are free."""
+
+    key: jax.Array
+    value: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearPending:
+    """What a DeltaNet layer needs to advance along any path of the verified tree.
+
+    Attributes:
+      k: [N, HK, DK] float32.
+      u: [N, HV, DV] float32, corrected values.
+      log_decay: [N, HV] float32, summed from the root.
+      inputs: [N, C] convolution inputs.
+    """
+
+    k: jax.Array
+    u: jax.Array
+    log_decay: jax.Array
+    inputs: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVPending:
+    """Keys and values [KV heads, N, D] of the verified rows."""
+
+    key: jax.Array
+    value: jax.Array
+
+
+Cache = LinearCache | KVCache
+Pending = LinearPending | KVPending
+
+
+class Embedding(nnx.Module):
+    """A table [V, H] of input embeddings."""
+
+    def __init__(self, vocab: int, hidden: int, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+        noise = jax.random.normal(rngs.params(), (vocab, hidden), jnp.float32)
+        self.weight = nnx.Param((noise * 0.02).astype(dtype))
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        return self.weight[...][ids]
+
+
+class DepthwiseConv(nnx.Module):
+    """Taps [C, W] of a causal depthwise convolution; the last one multiplies the row itself."""
+
+    def __init__(self, channels: int, width: int, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+        noise = jax.random.normal(rngs.params(), (channels, width), jnp.float32)
+        self.weight = nnx.Param((noise * width**-0.5).astype(dtype))
+
+    def __call__(self, taps: list[jax.Array]) -> jax.Array:
+        """Weighs W inputs [T, C] of every row, oldest first."""
+        weight = self.weight[...].astype(taps[0].dtype)
+        y = taps[0] * weight[:, 0]
+        for i, tap in enumerate(taps[1:], start=1):
+            y = y + tap * weight[:, i]
+        return y
+
+
+class GatedDeltaNet(nnx.Module):
+    """Linear attention by the gated delta rule (qwen36.md, section 5)."""
+
+    def __init__(self, config: VerifierConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+        hidden, values = config.hidden_size, config.linear_num_value_heads
+
+        def linear(i: int, o: int) -> Linear:
+            return Linear(i, o, rngs=rngs, dtype=dtype)
+
+        self.in_proj_qkv = linear(hidden, config.conv_dim)
+        self.in_proj_z = linear(hidden, config.linear_value_dim)
+        self.in_proj_b = linear(hidden, values)
+        self.in_proj_a = linear(hidden, values)
+        self.conv1d = DepthwiseConv(
+            config.conv_dim, config.linear_conv_kernel_dim, rngs=rngs, dtype=dtype
+        )
+        # Decays between 1/16 and 1/1 a step and steps of 0.001 to 0.1: Mamba-2's ranges.
+        self.A_log = nnx.Param(
+            jnp.log(jax.random.uniform(rngs.params(), (values,), minval=1.0, maxval=16.0))
+        )
+        steps = jnp.exp(
+            jax.random.uniform(
+                rngs.params(), (values,), minval=jnp.log(1e-3), maxval=jnp.log(1e-1)
+            )
+        )
+        self.dt_bias = nnx.Param(steps + jnp.log(-jnp.expm1(-steps)))
+        self.norm = RMSNorm(config.linear_value_head_dim, config.rms_norm_eps, dtype=jnp.float32)
+        self.out_proj = linear(config.linear_value_dim, hidden)
+        self.config = config
+
+    def empty_cache(self, dtype: jnp.dtype) -> LinearCache:
+        c = self.config
+        return LinearCache(
+            state=jnp.zeros(
+                (c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim),
+                jnp.float32,
+            ),
+            history=jnp.zeros((c.linear_conv_kernel_dim - 1, c.conv_dim), dtype),
+        )
+
+    def prefill(
+        self, h: jax.Array, cache: LinearCache, count: jax.Array | int
+    ) -> tuple[jax.Array, LinearCache]:
+        """Runs rows [T, H] in sequence; rows from `count` on leave the cache as it is."""
+        rows, width = h.shape[0], self.config.linear_conv_kernel_dim
+        inputs = self.in_proj_qkv(h)
+        line = jnp.concatenate([cache.history.astype(inputs.dtype), inputs])
+        q, k, v = self._heads([line[i : i + rows] for i in range(width)])
+        g, beta = self._gates(h)
+        real = (jnp.arange(rows) < count)[:, None]
+        out, state = chunked_delta_rule(
+            q,
+            jnp.where(real[..., None], k, 0.0),
+            jnp.where(real[..., None], v.astype(jnp.float32), 0.0),
+            jnp.where(real, g, 0.0),
+            jnp.where(real, beta, 0.0),
+            cache.state,
+        )
+        history = jax.lax.dynamic_slice_in_dim(line, count, width - 1)
+        cache = LinearCache(state=state, history=history.astype(cache.history.dtype))
+        return self._output(h, out), cache
+
+    def verify(
+        self, h: jax.Array, cache: LinearCache, topology: Topology
+    ) -> tuple[jax.Array, LinearPending]:
+        """Runs tree rows [N, H], each after its own path; nothing is committed."""
+        inputs = self.in_proj_qkv(h)
+        line = jnp.concatenate([cache.history.astype(inputs.dtype), inputs])
+        q, k, v = self._heads([line[topology.taps[:, i]] for i in range(topology.taps.shape[1])])
+        g, beta = self._gates(h)
+        result = gdn_tree.gdn_tree_verify(
+            q, k, v, g, beta, cache.state, topology.parents, topology=topology.gdn
+        )
+        pending = LinearPending(k=k, u=result.u, log_decay=result.log_decay, inputs=inputs)
+        return self._output(h, result.out), pending
+
+    def _heads(self, taps: list[jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        c = self.config
+        mixed = jax.nn.silu(self.conv1d(taps))
+        q, k, v = jnp.split(mixed, [c.linear_key_dim, 2 * c.linear_key_dim], axis=-1)
+        rows = mixed.shape[0]
+        q = unit_length(q.reshape(rows, c.linear_num_key_heads, c.linear_key_head_dim))
+        k = unit_length(k.reshape(rows, c.linear_num_key_heads, c.linear_key_head_dim))
+        v = v.reshape(rows, c.linear_num_value_heads, c.linear_value_head_dim)
+        return q * c.linear_key_head_dim**-0.5, k, v
+
+    def _gates(self, h: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return gates(self.in_proj_a(h), self.in_proj_b(h), self.A_log[...], self.dt_bias[...])
+
+    def _output(self, h: jax.Array, out: jax.Array) -> jax.Array:
+        c = self.config
+        z = self.in_proj_z(h).reshape(-1, c.linear_num_value_heads, c.linear_value_head_dim)
+        y = rms_norm(out, self.norm.weight[...], c.rms_norm_eps)
+        y = y * jax.nn.silu(z.astype(jnp.float32))
+        return self.out_proj(y.reshape(-1, c.linear_value_dim).astype(h.dtype))
+
+
+class GatedAttention(nnx.Module):
+    """Softmax attention with normed, partly rotated heads and a sigmoid output gate."""
+
+    def __init__(self, config: VerifierConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+        hidden, size = config.hidden_size, config.head_dim
+        queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
+
+        def linear(i: int, o: int) -> Linear:
+            return Linear(i, o, rngs=rngs, dtype=dtype)
+
+        self.q_proj = linear(hidden, 2 * queries)
+        self.k_proj = linear(hidden, keys)
+        self.v_proj = linear(hidden, keys)
+        self.o_proj = linear(queries, hidden)
+        self.q_norm = RMSNorm(size, config.rms_norm_eps, dtype=dtype, zero_centred=True)
+        self.k_norm = RMSNorm(size, config.rms_norm_eps, dtype=dtype, zero_centred=True)
+        self.config = config
+
+    def empty_cache(self, capacity: int, dtype: jnp.dtype) -> KVCache:
+        shape = (self.config.num_key_value_heads, capacity, self.config.head_dim)
+        return KVCache(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype))
+
+    def attend(
+        self,
+        h: jax.Array,
+        positions: jax.Array,
+        visible: jax.Array,
+        cache: KVCache | None,
+        length: jax.Array | int,
+    ) -> tuple[jax.Array, KVPending]:
+        """Rows [T, H] over the first `length` cache rows and, where `visible` [T, T], each other.
+
+        Returns the output [T, H] and the rows' own keys and values.
+        """
+        c = self.config
+        rows = h.shape[0]
+        both = self.q_proj(h).reshape(rows, c.num_attention_heads, 2, c.head_dim)
+        q, gate = self.q_norm(both[:, :, 0]), both[:, :, 1]
+        k = self.k_norm(self.k_proj(h).reshape(rows, c.num_key_value_heads, c.head_dim))
+        v = self.v_proj(h).reshape(rows, c.num_key_value_heads, c.head_dim)
+        q = rotate(q, positions, c.rope_theta, c.rotary_dim)
+        k = rotate(k, positions, c.rope_theta, c.rotary_dim)
+        own = KVPending(key=jnp.swapaxes(k, 0, 1), value=jnp.swapaxes(v, 0, 1))
+        parts = [(own.key, own.value, visible)]
+        if cache is not None:
+            past = jnp.arange(cache.key.shape[1]) < length
+            # Weights there are zero, but zero times whatever lies there may be NaN.
+            values = jnp.where(past[:, None], cache.value, 0)
+            parts.append((cache.key, values, jnp.broadcast_to(past, (rows, past.size))))
+        mixed = attend(q, parts) * jax.nn.sigmoid(gate)
+        return self.o_proj(mixed.reshape(rows, -1)), own
+
+
+class DecoderLayer(nnx.Module):
+    """Mixer and MLP, each behind its norm and added to the residual stream."""
+
+    def __init__(
+        self, config: VerifierConfig, kind: str, *, rngs: nnx.Rngs, dtype: jnp.dtype
+    ) -> None:
+        def norm() -> RMSNorm:
+            return RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, zero_centred=True)
+
+        self.input_layernorm = norm()
+        if kind == LINEAR:
+            self.linear_attn = GatedDeltaNet(config, rngs=rngs, dtype=dtype)
+        else:
+            self.self_attn = GatedAttention(config, rngs=rngs, dtype=dtype)
+        self.post_attention_layernorm = norm()
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, rngs=rngs, dtype=dtype)
+        self.kind = kind
+
+    def prefill(
+        self, x: jax.Array, cache: Cache, start: jax.Array, count: jax.Array
+    ) -> tuple[jax.Array, Cache]:
+        h = self.input_layernorm(x)
+        if isinstance(cache, LinearCache):
+            mixed, cache = self.linear_attn.prefill(h, cache, count)
+        else:
+            rows = jnp.arange(x.shape[0])
+            causal = rows[:, None] >= rows
+            mixed, own = self.self_attn.attend(h, start + rows, causal, cache, start)
+            cache = KVCache(
+                key=_write(cache.key, own.key, start), value=_write(cache.value, own.value, start)
+            )
+        return self._finish(x + mixed), cache
+
+    def verify(
+        self, x: jax.Array, cache: Cache, length: jax.Array, topology: Topology
+    ) -> tuple[jax.Array, Pending]:
+        h = self.input_layernorm(x)
+        if isinstance(cache, LinearCache):
+            mixed, pending = self.linear_attn.verify(h, cache, topology)
+        else:
+            positions = length + topology.depths
+            mixed, pending = self.self_attn.attend(
+                h, positions, topology.ancestors, cache, length
+            )
+        return self._finish(x + mixed), pending
+
+    def forward(self, x: jax.Array) -> jax.Array:
+        h, rows = self.input_layernorm(x), jnp.arange(x.shape[0])
+        if self.kind == LINEAR:
+            cache = self.linear_attn.empty_cache(x.dtype)
+            mixed, _ = self.linear_attn.prefill(h, cache, x.shape[0])
+        else:
+            mixed, _ = self.self_attn.attend(h, rows, rows[:, None] >= rows, None, 0)
+        return self._finish(x + mixed)
+
+    def _finish(self, x: jax.Array) -> jax.Array:
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hidden:
+    """Hidden states of T rows.
+
+    Attributes:
+      final: [T, H] after the final norm.
+      features: [T, F * H] raw outputs of the tapped layers, in the order asked for.
+    """
+
+    final: jax.Array
+    features: jax.Array
+
+
+class Verifier(nnx.Module):
+    """The target model: everything it emits defines what lossless means."""
+
+    def __init__(
+        self, config: VerifierConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32
+    ) -> None:
+        self.embed_tokens = Embedding(
+            config.vocab_size, config.hidden_size, rngs=rngs, dtype=dtype
+        )
+        self.layers = nnx.List(
+            [DecoderLayer(config, kind, rngs=rngs, dtype=dtype) for kind in config.layer_types]
+        )
+        self.norm = RMSNorm(
+            config.hidden_size, config.rms_norm_eps, dtype=dtype, zero_centred=True
+        )
+        self.lm_head = (
+            None
+            if config.tie_word_embeddings
+            else Linear(config.hidden_size, config.vocab_size, rngs=rngs, dtype=dtype)
+        )
+        self.config = config
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.embed_tokens.weight[...].dtype
+
+    @property
+    def output_rows(self) -> jax.Array:
+        """The output matrix [V, H]: the embedding itself where the two are tied."""
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        return head.weight[...]
+
+    def empty_caches(self, capacity: int) -> tuple[Cache, ...]:
+        """One cache a layer, with room for `capacity` positions."""
+        return tuple(
+            layer.linear_attn.empty_cache(self.dtype)
+            if layer.kind == LINEAR
+            else layer.self_attn.empty_cache(capacity, self.dtype)
+            for layer in self.layers
+        )
+
+    def prefill(
+        self,
+        tokens: jax.Array,
+        caches: tuple[Cache, ...],
+        start: jax.Array,
+        count: jax.Array,
+        taps: tuple[int, ...] = (),
+    ) -> tuple[Hidden, tuple[Cache, ...]]:
+        """Appends the first `count` of T tokens at position `start` to the caches."""
+        x = self.embed_tokens(tokens)
+        features, advanced = [], []
+        for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            x, cache = layer.prefill(x, cache, start, count)
+            advanced.append(cache)
+            features.append(x if i in taps else None)
+        return self._hidden(x, features, taps), tuple(advanced)
+
+    def verify(
+        self,
+        tokens: jax.Array,
+        caches: tuple[Cache, ...],
+        length: jax.Array,
+        topology: Topology,
+        taps: tuple[int, ...] = (),
+    ) -> tuple[Hidden, tuple[Pending, ...]]:
+        """Runs the N tree tokens in one pass, each seeing the committed text and its path."""
+        x = self.embed_tokens(tokens)
+        features, pending = [], []
+        for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            x, update = layer.verify(x, cache, length, topology)
+            pending.append(update)
+            features.append(x if i in taps else None)
+        return self._hidden(x, features, taps), tuple(pending)
+
+    def forward(self, tokens: jax.Array, taps: tuple[int, ...] = ()) -> Hidden:
+        """Runs a whole text [T] without caches."""
+        x = self.embed_tokens(tokens)
+        features = []
+        for i, layer in enumerate(self.layers):
+            x = layer.forward(x)
+            features.append(x if i in taps else None)
+        return self._hidden(x, features, taps)
+
+    def logits(self, final: jax.Array) -> jax.Array:
+        """Float32 logits [..., V] of final-norm hidden states [..., H]."""
+        return project(final, self.output_rows, out_dtype=jnp.float32)
+
+    def _hidden(
+        self, x: jax.Array, features: list[jax.Array | None], taps: tuple[int, ...]
+    ) -> Hidden:
+        tapped = [features[i] for i in taps] or [x[:, :0]]
+        return Hidden(final=self.norm(x), features=jnp.concatenate(tapped, axis=-1))
+
+
+def _write(cache: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(cache, rows.astype(cache.dtype), start, axis=1)

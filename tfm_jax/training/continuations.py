@@ -1,0 +1,216 @@
+"""Texts that a verifier writes itself: what its drafter and its Weaver are trained on.
+
+Stored are the tokens alone. Hidden states, features and distributions are recomputed by the
+frozen verifier in every training step: a forward pass costs less than the drafter's own step,
+while storing what it gives would take a thousand times the room.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tfm_jax.config import Sampling
+from tfm_jax.decoding.commit import advance
+from tfm_jax.decoding.sampling import choose
+from tfm_jax.decoding.state import Request, make_request
+from tfm_jax.models.qwen36 import Cache, Verifier
+from tfm_jax.tree import ROOT, plant, topology
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Continuations:
+    """R texts of equal length: a prompt each, then what the verifier wrote.
+
+    Attributes:
+      tokens: [R, T] uint16.
+      prompt: [R] int32, tokens of the prompt.
+      temperature: [R] float32, 0 or 1.
+    """
+
+    tokens: np.ndarray
+    prompt: np.ndarray
+    temperature: np.ndarray
+
+    def save(self, path: Path) -> None:
+        """Writes an uncompressed npz file."""
+        np.savez(path, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
+
+    @classmethod
+    def load(cls, path: Path) -> Continuations:
+        """Reads what `save` wrote."""
+        with np.load(path) as arrays:
+            return cls(**{name: arrays[name] for name in arrays.files})
+
+    def usable(self, depth: int) -> Continuations:
+        """The rows that have an anchor with `depth` tokens after it.
+
+        Raises:
+          ValueError: there is none.
+        """
+        keep = (self.prompt >= 1) & (self.prompt - 1 + depth < self.tokens.shape[1])
+        if not keep.any():
+            raise ValueError(
+                f"none of the {keep.size} texts of {self.tokens.shape[1]} tokens has {depth} "
+                "tokens after its prompt"
+            )
+        return Continuations(
+            tokens=self.tokens[keep], prompt=self.prompt[keep], temperature=self.temperature[keep]
+        )
+
+    def batches(self, size: int, seed: int) -> Callable[[int], dict[str, np.ndarray]]:
+        """Step number -> `size` rows; each pass visits the rows in a new random order.
+
+        A batch holds `tokens` [size, T] int32, `first` [size] int32 (the earliest anchor: the
+        prompt's last token) and `temperature` [size] float32.
+        """
+        rows = len(self.tokens)
+        orders: dict[int, np.ndarray] = {}
+
+        def order(turn: int) -> np.ndarray:
+            if turn not in orders:
+                orders.clear()
+                orders[turn] = np.random.default_rng((seed, turn)).permutation(rows)
+            return orders[turn]
+
+        def batch(step: int) -> dict[str, np.ndarray]:
+            turns, places = np.divmod(np.arange(step * size, (step + 1) * size), rows)
+            chosen = np.concatenate([order(t)[places[turns == t]] for t in np.unique(turns)])
+            return {
+                "tokens": self.tokens[chosen].astype(np.int32),
+                "first": self.prompt[chosen] - 1,
+                "temperature": self.temperature[chosen],
+            }
+
+        return batch
+
+
+def write_on(
+    verifier: Verifier,
+    prompts: jax.Array,
+    lengths: jax.Array,
+    temperature: jax.Array,
+    seeds: jax.Array,
+    *,
+    total: int,
+) -> jax.Array:
+    """Continues R prompts to `total` tokens each, [R, total] int32, one token of all a step.
+
+    Every row equals plain decoding with its own seed and temperature, end tokens being ordinary
+    ones. Prompts run through the same loop, so their lengths may differ.
+
+    Args:
+      verifier: the model.
+      prompts: [R, P] int32; row r counts up to `lengths[r]`.
+      lengths: [R] int32, between 1 and P.
+      temperature: [R] float32.
+      seeds: [R] uint32.
+      total: static, at least P.
+    """
+    rows, width = prompts.shape
+    if width > total:
+        raise ValueError(f"prompts of {width} tokens do not fit texts of {total}")
+    shape = topology(plant(jnp.int32(0), 1), verifier.config.linear_conv_kernel_dim)
+    common = make_request(
+        Sampling(), end_tokens=(), vocab_limit=verifier.config.vocab_size, total=total
+    )
+    path = jnp.full((1,), ROOT)
+
+    def next_token(
+        token: jax.Array,
+        caches: tuple[Cache, ...],
+        temperature: jax.Array,
+        seed: jax.Array,
+        position: jax.Array,
+    ) -> tuple[jax.Array, tuple[Cache, ...]]:
+        hidden, pending = verifier.verify(token[None], caches, position, shape)
+        request: Request = dataclasses.replace(common, temperature=temperature, seed=seed)
+        logits = verifier.logits(hidden.final)
+        chosen = choose(logits, shape.depths, position[None] + 1, request)[0]
+        advanced = tuple(
+            advance(cache, update, path, jnp.int32(1), position)
+            for cache, update in zip(caches, pending, strict=True)
+        )
+        return chosen, advanced
+
+    # The position is the same in all rows: cache writes stay slices and do not become scatters.
+    in_all = jax.vmap(next_token, in_axes=(0, 0, 0, 0, None))
+
+    def step(
+        position: jax.Array, carry: tuple[jax.Array, tuple[Cache, ...]]
+    ) -> tuple[jax.Array, tuple[Cache, ...]]:
+        tokens, caches = carry
+        chosen, caches = in_all(tokens[:, position], caches, temperature, seeds, position)
+        given = tokens[:, position + 1]
+        chosen = jnp.where(position + 1 < lengths, given, chosen)
+        return tokens.at[:, position + 1].set(chosen), caches
+
+    tokens = jnp.zeros((rows, total), jnp.int32).at[:, :width].set(prompts)
+    caches = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (rows, *x.shape)), verifier.empty_caches(total)
+    )
+    return jax.lax.fori_loop(0, total - 1, step, (tokens, caches))[0]
+
+
+def generate_continuations(
+    verifier: Verifier,
+    prompts: Callable[[int], np.ndarray],
+    *,
+    total: int,
+    batches: int,
+    shortest: int = 8,
+    greedy_share: float = 0.5,
+    seed: int = 0,
+    seconds: float | None = None,
+) -> Continuations:
+    """Generates batch after batch of continuations, at temperatures 0 and 1.
+
+    Args:
+      verifier: the model, on the device.
+      prompts: batch number -> tokens [R, P].
+      total: tokens of a text, prompt included.
+      batches: how many, at most.
+      shortest: prompts are cut to random lengths from here to P.
+      greedy_share: share of rows at temperature 0.
+      seed: of lengths and noise.
+      seconds: stop before a batch that would end later than this; the first is always made.
+    """
+    run = jax.jit(write_on, static_argnames="total")
+    begin = time.monotonic()
+    parts: list[Continuations] = []
+    took = 0.0
+    for i in range(batches):
+        if parts and seconds is not None and time.monotonic() - begin + took > seconds:
+            break
+        started = time.monotonic()
+        given = prompts(i)
+        rows, width = given.shape
+        random = np.random.default_rng((seed, i))
+        lengths = random.integers(min(shortest, width), width + 1, rows).astype(np.int32)
+        hot = np.arange(rows) >= round(greedy_share * rows)
+        temperature = hot.astype(np.float32)
+        seeds = random.integers(2**32, size=rows, dtype=np.uint32)
+        written = run(verifier, given, lengths, temperature, seeds, total=total)
+        parts.append(
+            Continuations(
+                tokens=np.asarray(written).astype(np.uint16),
+                prompt=lengths,
+                temperature=temperature,
+            )
+        )
+        took = time.monotonic() - started
+        print(
+            f"continuations: batch {i + 1}  rows {rows}  seconds {took:.1f}  "
+            f"tokens_per_second {rows * total / took:.5g}",
+            flush=True,
+        )
+    fields = (f.name for f in dataclasses.fields(Continuations))
+    return Continuations(
+        **{name: np.concatenate([getattr(p, name) for p in parts]) for name in fields}
+    )

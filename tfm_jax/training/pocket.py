@@ -1,0 +1,338 @@
+"""Trains a whole trio from packed text, stage by stage:
+
+    python -m tfm_jax.training.pocket verifier continuations dflash weaver \
+        --corpus build/corpus --out build/pocket
+
+Each stage reads what the stages before it wrote into the output folder, so it can run on its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from tfm_jax.checkpoints import build_drafter, build_verifier, write_hf
+from tfm_jax.checkpoints.opened import open_drafter, open_verifier
+from tfm_jax.config import DrafterConfig, VerifierConfig, WeaverConfig
+from tfm_jax.models.dflash import Drafter
+from tfm_jax.models.qwen36 import Verifier
+from tfm_jax.text import load_tokenizer
+from tfm_jax.training.batches import MIXTURE, TokenBatches, load_streams
+from tfm_jax.training.continuations import Continuations, generate_continuations
+from tfm_jax.training.dflash import DrafterRecipe, train_drafter
+from tfm_jax.training.tokenizer import END_OF_TEXT, MASK, TURN_END, domain_shares
+from tfm_jax.training.trainer import OptimiserConfig, TrainState, compute_copy
+from tfm_jax.training.verifier import heldout_loss, train_verifier
+from tfm_jax.training.weaver import WeaverRecipe, train_weaver
+
+STAGES = ("verifier", "continuations", "dflash", "weaver")
+CONFIG = Path(__file__).parents[2] / "configs" / "pocket.json"
+ASSETS = Path(__file__).parents[1] / "assets" / "pocket"
+
+Config = TypeVar("Config")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """One stage of one run.
+
+    Attributes:
+      settings: the whole configuration file.
+      stage: name of the stage.
+      corpus: folder with `tokens.npz.xz` and `text/manifest.json`.
+      out: folder of everything that training writes.
+      seconds: time for the stage, compilation and export included.
+      seed: of everything random.
+      begin: when the stage began, by `time.monotonic`.
+    """
+
+    settings: Mapping[str, Any]
+    stage: str
+    corpus: Path
+    out: Path
+    seconds: float
+    seed: int
+    begin: float
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The stage's own part of the configuration."""
+        return self.settings["stages"][self.stage]
+
+    @property
+    def log(self) -> Path:
+        return self.out / "training.jsonl"
+
+    def left(self, reserve: float = 0.04) -> float:
+        """Seconds left, less a share of the whole for what comes after training."""
+        return self.seconds * (1 - reserve) - (time.monotonic() - self.begin)
+
+    def network(self, kind: type[Config], name: str) -> Config:
+        """The configuration of one network."""
+        return kind(**_tuples(self.settings[name]))
+
+    def optimiser(self) -> OptimiserConfig:
+        return OptimiserConfig(**self.options["optimiser"])
+
+    def verifier(self) -> Verifier:
+        """The trained verifier as it is stored, on the device."""
+        opened = open_verifier(self.out / "verifier")
+        return build_verifier(opened.config, opened.load(None))
+
+    def drafter(self) -> Drafter:
+        """The trained drafter as it is stored, on the device."""
+        opened = open_drafter(self.out / "dflash")
+        return build_drafter(opened.config, opened.load(None))
+
+
+def train_stage(
+    stage: str,
+    corpus: str | Path,
+    out: str | Path,
+    *,
+    config: str | Path = CONFIG,
+    tokenizer: str | Path | None = None,
+    seconds: float | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Runs one stage and returns its entry of `OUT/provenance.json`.
+
+    Writes `OUT/{verifier,dflash,weaver}/` in the published layouts (bfloat16),
+    `OUT/continuations.npz`, and metrics to `OUT/training.jsonl`.
+
+    Args:
+      stage: one of STAGES.
+      corpus: folder made by `tfm_jax.training.prepare`.
+      out: folder to write; holds the results of earlier stages.
+      config: JSON file with the three geometries and the settings of the stages.
+      tokenizer: `tokenizer.json` of the corpus; the corpus's own, else the package's, if not given.
+      seconds: time for the stage; that of the configuration if not given.
+      seed: of everything random.
+    """
+    if stage not in STAGES:
+        raise ValueError(f"stage must be one of {', '.join(STAGES)}, got {stage!r}")
+    begin = time.monotonic()
+    settings = json.loads(Path(config).read_text("utf-8"))
+    corpus, out = Path(corpus), Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    run = Run(
+        settings=settings,
+        stage=stage,
+        corpus=corpus,
+        out=out,
+        seconds=settings["stages"][stage]["seconds"] if seconds is None else seconds,
+        seed=seed,
+        begin=begin,
+    )
+    if stage == "verifier":
+        _copy_tokenizer(run, _find_tokenizer(corpus, tokenizer))
+    made = {
+        "verifier": _verifier,
+        "continuations": _continuations,
+        "dflash": _drafter,
+        "weaver": _weaver,
+    }[stage](run)
+    return _record(run, made)
+
+
+def _verifier(run: Run) -> dict[str, Any]:
+    config = run.network(VerifierConfig, "verifier")
+    rows, length = run.options["rows"], run.options["length"]
+    streams = load_streams(run.corpus / "tokens.npz.xz")
+    mixture = domain_shares(MIXTURE, list(streams))
+    batches = TokenBatches(streams, mixture, length, rows, seed=run.seed)
+    state = train_verifier(
+        config,
+        batches.__getitem__,
+        run.optimiser(),
+        seed=run.seed,
+        log=run.log,
+        log_every=run.options["log_every"],
+        seconds=run.left(reserve=0.08),
+    )
+    _export(run, "verifier", config, state)
+    heldout = load_streams(run.corpus / "tokens.npz.xz", "heldout")
+    long_enough = {k: v for k, v in heldout.items() if len(v) > 2 * length}
+    loss = heldout_loss(
+        config,
+        compute_copy(state.params),
+        {k: TokenBatches(long_enough, {k: 1.0}, length, 16)[0] for k in long_enough},
+    )
+    print("verifier: held-back nats per token ", loss, flush=True)
+    return {
+        **_steps(state, rows * length),
+        "corpus_tokens": {name: len(stream) for name, stream in streams.items()},
+        "mixture": mixture,
+        "heldout_nats_per_token": loss,
+    }
+
+
+def _continuations(run: Run) -> dict[str, Any]:
+    options = run.options
+    streams = load_streams(run.corpus / "tokens.npz.xz")
+    mixture = domain_shares(MIXTURE, list(streams))
+    # Another seed than the verifier's: another order of windows.
+    prompts = TokenBatches(
+        streams, mixture, options["prompt"] - 1, options["rows"], seed=run.seed + 1
+    )
+    texts = generate_continuations(
+        run.verifier(),
+        prompts.__getitem__,
+        total=options["total"],
+        batches=options["batches"],
+        shortest=options["shortest"],
+        greedy_share=options["greedy_share"],
+        seed=run.seed,
+        seconds=run.left(),
+    )
+    texts.save(run.out / "continuations.npz")
+    return {"texts": len(texts.tokens), "tokens": texts.tokens.size}
+
+
+def _drafter(run: Run) -> dict[str, Any]:
+    config = run.network(DrafterConfig, "drafter")
+    texts = Continuations.load(run.out / "continuations.npz")
+    recipe = DrafterRecipe(**run.options["recipe"])
+    state = train_drafter(
+        config,
+        run.verifier(),
+        texts,
+        run.optimiser(),
+        recipe,
+        seed=run.seed,
+        log=run.log,
+        log_every=run.options["log_every"],
+        seconds=run.left(),
+    )
+    _export(run, "dflash", config, state)
+    return _steps(state, recipe.rows * texts.tokens.shape[1])
+
+
+def _weaver(run: Run) -> dict[str, Any]:
+    config = run.network(WeaverConfig, "weaver")
+    texts = Continuations.load(run.out / "continuations.npz")
+    recipe = WeaverRecipe(**run.options["recipe"])
+    state = train_weaver(
+        config,
+        run.verifier(),
+        run.drafter(),
+        texts,
+        run.optimiser(),
+        recipe,
+        seed=run.seed,
+        log=run.log,
+        log_every=run.options["log_every"],
+        seconds=run.left(),
+    )
+    _export(run, "weaver", config, state)
+    return _steps(state, recipe.rows * texts.tokens.shape[1])
+
+
+def _export(
+    run: Run,
+    name: str,
+    config: VerifierConfig | DrafterConfig | WeaverConfig,
+    state: TrainState,
+) -> None:
+    params = {path: np.asarray(value) for path, value in state.params.items()}
+    write_hf(run.out / name, config, params, dtype="bfloat16", overwrite=True)
+
+
+def _steps(state: TrainState, tokens: int) -> dict[str, int]:
+    """What a training run did, at `tokens` tokens a step."""
+    steps = int(state.step)
+    return {
+        "steps": steps,
+        "skipped_steps": int(state.skipped),
+        "tokens": steps * tokens,
+        "parameters": sum(value.size for value in state.params.values()),
+    }
+
+
+def _record(run: Run, made: dict[str, Any]) -> dict[str, Any]:
+    path = run.out / "provenance.json"
+    entries = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    entries[run.stage] = {
+        **made,
+        "seconds": round(time.monotonic() - run.begin, 1),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "seed": run.seed,
+        "corpus_manifest_sha256": _digest(run.corpus / "text" / "manifest.json"),
+        "corpus_tokens_sha256": _digest(run.corpus / "tokens.npz.xz"),
+        "options": run.options,
+    }
+    path.write_text(json.dumps(entries, indent=1) + "\n", "utf-8")
+    return entries[run.stage]
+
+
+def _digest(path: Path) -> str | None:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
+def _find_tokenizer(corpus: Path, given: str | Path | None) -> Path:
+    places = [Path(given)] if given is not None else [corpus / "tokenizer.json", ASSETS]
+    files = [place / "tokenizer.json" if place.is_dir() else place for place in places]
+    for file in files:
+        if file.is_file():
+            return file
+    raise FileNotFoundError(f"no tokenizer at {' or '.join(map(str, files))}")
+
+
+def _copy_tokenizer(run: Run, source: Path) -> None:
+    """Stores the tokenizer with the verifier, once it is known to fit the configuration."""
+    tokenizer = load_tokenizer(source)
+    verifier = run.network(VerifierConfig, "verifier")
+    drafter = run.network(DrafterConfig, "drafter")
+    ends = (tokenizer.token_id(END_OF_TEXT), tokenizer.token_id(TURN_END))
+    expected = (tokenizer.vocab_size, ends, tokenizer.token_id(MASK))
+    given = (verifier.vocab_size, verifier.eos_token_ids, drafter.mask_token_id)
+    if given != expected:
+        raise ValueError(
+            f"vocabulary size, end tokens and mask token of the configuration are {given}, "
+            f"of {source} {expected}"
+        )
+    (run.out / "verifier").mkdir(exist_ok=True)
+    shutil.copyfile(source, run.out / "verifier" / "tokenizer.json")
+
+
+def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tfm_jax.training.pocket")
+    parser.add_argument("stages", nargs="+", choices=(*STAGES, "all"), metavar="STAGE")
+    parser.add_argument("--corpus", required=True, help="folder made by tfm_jax.training.prepare")
+    parser.add_argument("--out", required=True, help="folder to write")
+    parser.add_argument("--config", default=CONFIG, help="geometry and settings, JSON")
+    parser.add_argument("--tokenizer", help="tokenizer.json, instead of the corpus's own")
+    parser.add_argument("--seconds", type=float, help="time for each stage")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    for stage in STAGES if "all" in options.stages else options.stages:
+        entry = train_stage(
+            stage,
+            options.corpus,
+            options.out,
+            config=options.config,
+            tokenizer=options.tokenizer,
+            seconds=options.seconds,
+            seed=options.seed,
+        )
+        print(f"{stage}: done in {entry['seconds']} s on {entry['device']}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,309 @@
+"""One trainer for verifier, drafter and Weaver.
+
+Parameters and optimiser state are float32, compute is bfloat16. Matrices follow Muon, all
+other parameters AdamW, both under one warm-up/stable/decay schedule. A step whose loss or
+gradient is not finite changes nothing and is reported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+Params = dict[str, jax.Array]
+Module = TypeVar("Module", bound=nnx.Module)
+# Tables and depthwise taps are no linear maps: orthogonal updates make no sense for them.
+_NOT_MATRICES = ("embed_tokens.weight", "conv1d.weight", "pos_emb")
+_KEPT_FLOAT32 = ("A_log", "dt_bias", "linear_attn.norm.weight")
+_WARM = 20  # steps after which the rate of steps is taken as known
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimiserConfig:
+    """Optimiser, schedule and length of a run.
+
+    Attributes:
+      steps: optimiser steps; a first guess where a run is given a time instead.
+      matrix_rate: peak rate of Muon.
+      other_rate: peak rate of AdamW.
+      warmup: share of the steps with a rising rate.
+      decay: share of the steps, at the end, with a falling rate.
+      weight_decay: of matrices.
+      clip: largest global gradient norm.
+    """
+
+    steps: int
+    matrix_rate: float = 2e-2
+    other_rate: float = 3e-3
+    warmup: float = 0.02
+    decay: float = 0.4
+    weight_decay: float = 0.01
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps must be positive, got {self.steps}")
+        if min(self.warmup, self.decay) < 0 or self.warmup + self.decay > 1:
+            raise ValueError(
+                f"warmup and decay are shares of the run, got {self.warmup} and {self.decay}"
+            )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """Everything that a run needs to go on: the next batch depends on `step` alone.
+
+    Attributes:
+      params: float32 arrays by dotted path.
+      optimiser: optax state.
+      step: int32 scalar, steps done.
+      total: int32 scalar, steps of the whole run, which the schedule is made for.
+      skipped: int32 scalar, steps that were not finite.
+      last_skipped: int32 scalar, number of the newest of them, from 1; 0 if there is none.
+    """
+
+    params: Params
+    optimiser: optax.OptState
+    step: jax.Array
+    total: jax.Array
+    skipped: jax.Array
+    last_skipped: jax.Array
+
+
+def flatten(module: nnx.Module) -> Params:
+    """A module's parameters as arrays by dotted path."""
+    flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
+    return {".".join(map(str, path)): variable[...] for path, variable in flat}
+
+
+def fill(graph: nnx.GraphDef[Module], params: Params) -> Module:
+    """The module of `graph` with these parameters; the inverse of `flatten`."""
+
+    def key(part: str) -> str | int:
+        return int(part) if part.isdigit() else part
+
+    flat = [
+        (tuple(key(p) for p in path.split(".")), nnx.Param(value)) for path, value in params.items()
+    ]
+    return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
+def compute_copy(params: Params) -> Params:
+    """Bfloat16 copies of all parameters that the model may hold in 16 bits."""
+    return {
+        path: value if path.endswith(_KEPT_FLOAT32) else value.astype(jnp.bfloat16)
+        for path, value in params.items()
+    }
+
+
+def make_optimiser(config: OptimiserConfig) -> optax.GradientTransformation:
+    """Muon for matrices and AdamW for the rest, at peak rates, behind a clip of the global norm."""
+
+    def numbers(packed: Params) -> dict[str, Any]:
+        matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=2, output_axis=1)
+        # Optax asks a second time with placeholders for parameters of the other kind.
+        return {k: matrix if getattr(v, "ndim", 0) == 3 else None for k, v in packed.items()}
+
+    inner = optax.chain(
+        optax.clip_by_global_norm(config.clip),
+        optax.contrib.muon(
+            config.matrix_rate,
+            adam_learning_rate=config.other_rate,
+            weight_decay=config.weight_decay,
+            adam_b2=0.99,
+            muon_weight_dimension_numbers=numbers,
+        ),
+    )
+
+    def update(
+        gradient: Params, state: optax.OptState, params: Params | None = None
+    ) -> tuple[Params, optax.OptState]:
+        assert params is not None
+        packed, state = inner.update(_pack(gradient), state, _pack(params))
+        return _unpack(packed, params), state
+
+    return optax.GradientTransformation(lambda params: inner.init(_pack(params)), update)
+
+
+def rate_share(config: OptimiserConfig, step: jax.Array, total: jax.Array) -> jax.Array:
+    """Share of the peak rate at step 0, 1, ... of `total`: rising, constant, falling to zero."""
+    warmup = jnp.maximum(1.0, config.warmup * total)
+    decay = jnp.maximum(1.0, config.decay * total)
+    return jnp.clip(jnp.minimum((step + 1) / warmup, (total - step) / decay), 0.0, 1.0)
+
+
+def _pack(params: Params) -> Params:
+    """Equal-shaped matrices stacked [n, out, in]: one batched product in place of n small ones."""
+    packed = {path: value for path, value in params.items() if not _is_matrix(path, value)}
+    for shape, paths in _shapes(params).items():
+        packed["x".join(map(str, shape))] = jnp.stack([params[path] for path in paths])
+    return packed
+
+
+def _unpack(packed: Params, like: Params) -> Params:
+    params = {path: packed[path] for path in like if path in packed}
+    for shape, paths in _shapes(like).items():
+        params.update(zip(paths, packed["x".join(map(str, shape))], strict=True))
+    return {path: params[path] for path in like}
+
+
+def _shapes(params: Params) -> dict[tuple[int, ...], list[str]]:
+    shapes: dict[tuple[int, ...], list[str]] = {}
+    for path in sorted(params):
+        if _is_matrix(path, params[path]):
+            shapes.setdefault(params[path].shape, []).append(path)
+    return shapes
+
+
+def _is_matrix(path: str, value: jax.Array) -> bool:
+    return value.ndim == 2 and not path.endswith(_NOT_MATRICES)
+
+
+Loss = Callable[[Params, Any, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
+Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
+
+
+def make_step(
+    loss: Loss, optimiser: optax.GradientTransformation, config: OptimiserConfig, seed: int
+) -> Step:
+    """A jitted training step.
+
+    Args:
+      loss: (bfloat16 copies of the parameters, batch, random key) -> (scalar, metrics).
+      optimiser: as made by `make_optimiser`.
+      config: gives the schedule.
+      seed: of the loss's random keys, one a step.
+    """
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
+
+        def objective(params: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
+            return loss(compute_copy(params), batch, key)
+
+        (value, metrics), gradient = jax.value_and_grad(objective, has_aux=True)(state.params)
+        norm = optax.global_norm(gradient)
+        updates, optimiser_state = optimiser.update(gradient, state.optimiser, state.params)
+        share = rate_share(config, state.step, state.total)
+        finite = jnp.isfinite(value) & jnp.isfinite(norm)
+
+        def keep(new: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(finite, new, old)
+
+        state = TrainState(
+            params=jax.tree.map(
+                lambda old, change: keep(old + share * change, old), state.params, updates
+            ),
+            optimiser=jax.tree.map(keep, optimiser_state, state.optimiser),
+            step=state.step + 1,
+            total=state.total,
+            skipped=state.skipped + ~finite,
+            last_skipped=jnp.where(finite, state.last_skipped, state.step + 1),
+        )
+        own = {"loss": value, "gradient_norm": norm, "rate_share": share}
+        counts = {"skipped": state.skipped, "last_skipped": state.last_skipped}
+        return state, {**own, **metrics, **counts}
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def start(params: Params, optimiser: optax.GradientTransformation, total: int) -> TrainState:
+    """The state before the first of `total` steps; parameters become float32."""
+    params = {path: jnp.asarray(value, jnp.float32) for path, value in params.items()}
+    return TrainState(
+        params=params,
+        optimiser=optimiser.init(params),
+        step=jnp.int32(0),
+        total=jnp.int32(total),
+        skipped=jnp.int32(0),
+        last_skipped=jnp.int32(0),
+    )
+
+
+def fit(
+    params: Params,
+    loss: Loss,
+    batches: Callable[[int], Any],
+    config: OptimiserConfig,
+    *,
+    seed: int = 0,
+    log: Path | None = None,
+    log_every: int = 50,
+    title: str = "training",
+    seconds: float | None = None,
+) -> TrainState:
+    """Trains for `config.steps` steps, or for as many as fit into a time.
+
+    Args:
+      params: initial parameters by dotted path.
+      loss: see `make_step`.
+      batches: step number -> batch; a batch depends on nothing else.
+      config: optimiser and schedule.
+      seed: of the loss's random keys.
+      log: JSON-lines file to append metrics to.
+      log_every: steps between log lines.
+      title: of the progress bar and of the log lines.
+      seconds: time for the whole run, compilation included. The number of steps, and with it the
+        schedule, is fitted to the measured rate until the falling part begins. The run can be
+        repeated with the `steps` of its last log line.
+    """
+    optimiser = make_optimiser(config)
+    step = make_step(loss, optimiser, config, seed)
+    total = config.steps if seconds is None else max(config.steps, _WARM + 1)
+    state = start(params, optimiser, total)
+    done = reported = 0
+    begin = warm = time.monotonic()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), transient=True) as bar:
+        task = bar.add_task(title, total=total)
+        while done < total:
+            state, metrics = step(state, batches(done))
+            done += 1
+            bar.update(task, completed=done, total=total)
+            if done == 1:
+                jax.block_until_ready(metrics)
+                warm = time.monotonic()
+            if done % log_every and done not in (_WARM, total):
+                continue
+            values = {name: np.asarray(value).tolist() for name, value in metrics.items()}
+            now = time.monotonic()
+            rate = (done - 1) / max(now - warm, 1e-9)
+            planning = done == _WARM or _WARM < done < (1 - config.decay) * total
+            if seconds is not None and planning:
+                total = max(done, done + int(rate * (begin + seconds - now)))
+                state = dataclasses.replace(state, total=jnp.int32(total))
+            record = {
+                "title": title,
+                "step": done,
+                "steps": total,
+                "seconds": round(now - begin, 1),
+                "steps_per_second": round(rate, 3),
+                **values,
+            }
+            _report(record, reported, log)
+            reported = values["skipped"]
+    return state
+
+
+def _report(record: Mapping[str, Any], reported: int, log: Path | None) -> None:
+    if record["skipped"] > reported:
+        count, last = record["skipped"] - reported, record["last_skipped"]
+        print(f"{record['title']}: skipped {count} steps that were not finite, last {last}")
+    shown = ((name, value) for name, value in record.items() if isinstance(value, int | float))
+    line = "  ".join(f"{name} {value:.5g}" for name, value in shown)
+    print(f"{record['title']}: {line}", flush=True)
+    if log is not None:
+        with log.open("a") as lines:
+            lines.write(json.dumps(record) + "\n")

@@ -1,0 +1,264 @@
+"""Trains a Weaver on texts of its verifier (section 2 of arXiv 2607.06763; LK losses).
+
+Frozen verifier and drafter run over each text. At random anchors the Weaver is fed the true path,
+all depths in one pass, and learns the verifier's distribution after it, over the drafter's pool.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from tfm_jax.config import WeaverConfig
+from tfm_jax.decoding.state import Trio
+from tfm_jax.models.dflash import Drafter
+from tfm_jax.models.layers import project
+from tfm_jax.models.qwen36 import Verifier
+from tfm_jax.models.weaver import Weaver, pool_logits
+from tfm_jax.training.continuations import Continuations
+from tfm_jax.training.dflash import Batch, accepted_length, draft_blocks, sample_anchors
+from tfm_jax.training.losses import lk_loss, mean_over, pool_terms
+from tfm_jax.training.trainer import OptimiserConfig, TrainState, fill, fit, flatten
+
+# Up to this many times the pool, scoring the whole vocabulary is cheaper than gathering rows.
+_DENSE = 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeaverRecipe:
+    """How a Weaver is trained.
+
+    Attributes:
+      rows: texts a step.
+      anchors: paths a text.
+      mode, eta, scale: of the LK loss, see `lk_weight`.
+    """
+
+    rows: int = 64
+    anchors: int = 16
+    mode: Literal["fixed", "position", "depth"] = "depth"
+    eta: float = 3.0
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.anchors < 1:
+            raise ValueError(f"rows and anchors must be positive: {self.rows}, {self.anchors}")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PathScores:
+    """Candidates along teacher-forced paths; entry d scores the token at depth d + 1.
+
+    Attributes:
+      ids: [..., D, P] int32.
+      prior: [..., D, P] float32 drafter's logits, -inf outside the pool.
+      logits: [..., D, P] float32 Weaver's logits, -inf outside the pool.
+      target: [..., D, P] float32 log-probabilities of the verifier over the whole vocabulary, at
+        the temperature of the text; they sum to the mass of the candidates.
+      label: [..., D] int32, the path's own next token.
+    """
+
+    ids: jax.Array
+    prior: jax.Array
+    logits: jax.Array
+    target: jax.Array
+    label: jax.Array
+
+
+def train_weaver(
+    config: WeaverConfig,
+    verifier: Verifier,
+    drafter: Drafter,
+    texts: Continuations,
+    optimiser: OptimiserConfig,
+    recipe: WeaverRecipe,
+    *,
+    start: dict[str, np.ndarray] | None = None,
+    seed: int = 0,
+    log: Path | None = None,
+    log_every: int = 50,
+    seconds: float | None = None,
+) -> TrainState:
+    """Trains a Weaver; the state holds float32 parameters.
+
+    Args:
+      config: of the Weaver; its depth must not exceed the drafter's.
+      verifier, drafter: frozen, in the dtype to compute in.
+      texts: the verifier's own.
+      optimiser: optimiser and number of steps.
+      recipe: loss and batch.
+      start: parameters to start from, by dotted path; random ones if not given.
+      seed: of the initial weights, the anchors and the order of the texts.
+      log, log_every, seconds: see `fit`.
+
+    Raises:
+      ValueError: no text has room for a path after its prompt, or the depths do not fit.
+    """
+    if config.depth > drafter.config.depth:
+        raise ValueError(
+            f"the Weaver scores {config.depth} depths, the drafter drafts {drafter.config.depth}"
+        )
+    rows = texts.usable(config.depth).batches(recipe.rows, seed)
+    module = Weaver(config, rngs=nnx.Rngs(seed))
+    graph, _ = nnx.split(module)
+    params = flatten(module)
+    if start is not None:
+        if {k: v.shape for k, v in start.items()} != {k: v.shape for k, v in params.items()}:
+            raise ValueError("the parameters to start from do not fit the configuration")
+        params = {path: jnp.asarray(start[path]) for path in params}
+
+    def loss(params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        frozen, texts = batch
+        trio = dataclasses.replace(frozen, weaver=fill(graph, params))
+        return weaver_loss(trio, texts, key, recipe)
+
+    frozen = Trio(verifier=verifier, drafter=drafter)
+    return fit(
+        params,
+        loss,
+        lambda step: (frozen, rows(step)),
+        optimiser,
+        seed=seed,
+        log=log,
+        log_every=log_every,
+        title="weaver",
+        seconds=seconds,
+    )
+
+
+def weaver_loss(
+    trio: Trio, texts: Batch, key: jax.Array, recipe: WeaverRecipe
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Loss of a batch of texts and its metrics, those of the plain marginals beside them.
+
+    Args:
+      trio: verifier and drafter are frozen.
+      texts: see `Continuations.batches`.
+      key: of the anchors.
+      recipe: loss and number of anchors.
+    """
+
+    def one(
+        tokens: jax.Array, first: jax.Array, temperature: jax.Array, key: jax.Array
+    ) -> tuple[PathScores, jax.Array]:
+        anchors, keep = sample_anchors(key, first, tokens.shape[0] - trio.depth, recipe.anchors)
+        return path_scores(trio, tokens, anchors, keep, temperature), keep
+
+    keys = jax.random.split(key, texts["tokens"].shape[0])
+    scores, keep = jax.vmap(one)(texts["tokens"], texts["first"], texts["temperature"], keys)
+    valid = jnp.broadcast_to(keep[..., None], scores.label.shape)
+    terms = pool_terms(scores.logits, scores.target, valid)
+    value = lk_loss(terms, mode=recipe.mode, eta=recipe.eta, scale=recipe.scale)
+    prior = pool_terms(scores.prior, scores.target, valid)
+    in_pool = (scores.ids == scores.label[..., None]) & (scores.prior != -jnp.inf)
+    greedy = (texts["temperature"] == 0)[:, None]
+    metrics = {
+        "pool_recall": mean_over(in_pool.any(axis=-1).astype(jnp.float32), valid),
+        "pool_mass": mean_over(terms.pool_mass, valid),
+        "kl": mean_over(terms.kl, valid),
+        "tv": _by_depth(terms.tv, valid),
+        "tv_marginals": _by_depth(prior.tv, valid),
+        "idle_rows": jnp.sum(~keep.any(axis=-1)),
+    }
+    for name, logits, at in (("", scores.logits, terms), ("_marginals", scores.prior, prior)):
+        best = jnp.take_along_axis(scores.ids, jnp.argmax(logits, -1)[..., None], -1)[..., 0]
+        hits = (best == scores.label) & valid
+        metrics[f"length_greedy{name}"] = accepted_length(hits, keep & greedy)
+        metrics[f"length_sampled{name}"] = accepted_length(at.alpha, keep & ~greedy)
+    return value, metrics
+
+
+def path_scores(
+    trio: Trio, tokens: jax.Array, anchors: jax.Array, keep: jax.Array, temperature: jax.Array
+) -> PathScores:
+    """Scores along the true path after each of N anchors of one text.
+
+    The Weaver sees what it sees in decoding: the verifier's state that predicted the anchor, the
+    drafter's states of the block, and the path's tokens.
+
+    Args:
+      trio: the networks; gradients reach the Weaver alone.
+      tokens: [T] int32.
+      anchors, keep: [N], from `sample_anchors`.
+      temperature: float32 scalar that the text was drawn at. At 0 the target is the token itself.
+    """
+    verifier, drafter, weaver = trio.verifier, trio.drafter, trio.weaver
+    assert drafter is not None
+    assert weaver is not None
+    depth = trio.depth
+    hidden = verifier.forward(tokens, trio.taps)
+    drafted = draft_blocks(verifier, drafter, tokens, hidden.features, anchors, keep)
+    drafted = drafted[:, 1 : depth + 1]  # [N, D, H]
+    path = anchors[:, None] + jnp.arange(depth)  # [N, D]
+    query = jax.vmap(weaver.chain)(
+        hidden.final[anchors - 1], drafted, verifier.embed_tokens(tokens[path])
+    )
+    label = tokens[path + 1]
+    ids, prior, logits = _candidates(verifier, drafted, query, weaver.config.candidate_pool_size)
+    target = verifier.logits(hidden.final)
+    target = jax.nn.log_softmax(target, axis=-1)[path]  # [N, D, V]
+    if ids.shape[-1] != target.shape[-1]:
+        target = jnp.take_along_axis(target, ids, axis=-1)
+    drawn = jnp.where(ids == label[..., None], 0.0, -jnp.inf)
+    return PathScores(
+        ids=ids,
+        prior=prior,
+        logits=logits,
+        target=jnp.where(temperature > 0, target, drawn),
+        label=label,
+    )
+
+
+def _candidates(
+    verifier: Verifier, drafted: jax.Array, query: jax.Array, pool: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Candidates of states and queries [N, D, H]: ids, drafter's logits, Weaver's logits.
+
+    A small vocabulary is scored whole, with -inf outside the pool; of a large one only the
+    pool's rows are gathered and scored.
+    """
+    rows = verifier.output_rows
+    vocab = rows.shape[0]
+    prior = project(drafted, rows, out_dtype=jnp.float32)  # [N, D, V]
+    if vocab > _DENSE * pool:
+        prior, ids = jax.lax.top_k(prior, pool)
+        return ids, prior, jax.vmap(pool_logits)(query, prior, rows[ids])
+    ids = jnp.broadcast_to(jnp.arange(vocab), prior.shape)
+    inside = prior >= kth_largest(prior, min(pool, vocab))[..., None]
+    prior = jnp.where(inside, prior, -jnp.inf)
+    return ids, prior, prior + project(query.astype(rows.dtype), rows, out_dtype=jnp.float32)
+
+
+def kth_largest(values: jax.Array, k: int) -> jax.Array:
+    """The k-th largest entry of each row of float32 [..., V]: [...], without a sort.
+
+    Floats in the order of their bits: the answer is found bit by bit, by counting.
+    """
+    if not 1 <= k <= values.shape[-1]:
+        raise ValueError(f"k must lie in 1..{values.shape[-1]}, got {k}")
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    order = jnp.where(bits & sign, ~bits, bits | sign)
+
+    def next_bit(i: jax.Array, found: jax.Array) -> jax.Array:
+        trial = found | (sign >> i.astype(jnp.uint32))
+        enough = jnp.sum(order >= trial[..., None], axis=-1) >= k
+        return jnp.where(enough, trial, found)
+
+    found = jax.lax.fori_loop(0, 32, next_bit, jnp.zeros(values.shape[:-1], jnp.uint32))
+    bits = jnp.where(found & sign, found ^ sign, ~found)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _by_depth(values: jax.Array, valid: jax.Array) -> jax.Array:
+    """Mean over the valid rows for each depth, [D]."""
+    axes = tuple(range(values.ndim - 1))
+    total = jnp.sum(jnp.where(valid, values, 0.0), axis=axes)
+    return total / jnp.maximum(jnp.sum(valid, axis=axes), 1)
