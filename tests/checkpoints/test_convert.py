@@ -125,6 +125,23 @@ def test_a_failure_while_writing_leaves_everything_as_it_was(
     assert target.exists() == overwrite
 
 
+def test_a_failed_rename_brings_the_old_directory_back(trio_dir, tmp_path, monkeypatch):
+    target = tmp_path / "out"
+    convert(trio_dir, target)
+    before = digest(tmp_path)
+    rename = Path.rename
+
+    def refuse_partial(self, new):
+        if ".partial-" in self.name:
+            raise OSError("the disk is gone")
+        return rename(self, new)
+
+    monkeypatch.setattr(Path, "rename", refuse_partial)
+    with pytest.raises(OSError, match="disk is gone"):
+        convert(trio_dir, target, overwrite=True)
+    assert digest(tmp_path) == before
+
+
 def test_a_bad_source_writes_nothing(trio_dir, tmp_path, edit):
     edit(trio_dir / "weaver" / "model.safetensors", lambda t: t.pop("token_in.bias"))
     with pytest.raises(CheckpointError, match=r"token_in\.bias is missing"):

@@ -137,17 +137,20 @@ def test_modules_hold_exactly_the_parameters(trio_dir):
             assert array.tobytes() == params[path].tobytes()
 
 
-def test_a_module_does_not_alias_its_file(verifier_dir):
-    trio = read_trio(verifier_dir)
-    module = build_verifier(*trio.verifier)
-    before = {path: array.copy() for path, array in module_params(module).items()}
-    with open(verifier_dir / "model.safetensors", "r+b") as file:
-        size = file.seek(0, 2)
-        file.seek(size - 400_000)
-        file.write(b"\x00" * 400_000)
-    assert not np.array_equal(trio.verifier.params["norm.weight"], before["norm.weight"])
-    for path, array in module_params(module).items():
-        assert np.array_equal(array, before[path]), path
+def test_a_module_does_not_alias_its_arrays(fixtures):
+    config, stored = read_trio(fixtures / "qwen36_tiny" / "text_f32").verifier
+    params = {}
+    for path, array in stored.items():
+        # A CPU device takes memory on a boundary of 64 bytes without copying it.
+        room = np.empty(array.nbytes + 64, np.uint8)
+        start = -room.ctypes.data % 64
+        params[path] = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+        params[path][...] = array
+    module = build_verifier(config, params)
+    for array in params.values():
+        array[...] = 0
+    for path, held in module_params(module).items():
+        assert np.array_equal(held, stored[path]), path
 
 
 def test_building_refuses_what_does_not_fit(fixtures):

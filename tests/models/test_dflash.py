@@ -28,6 +28,7 @@ TOLERANCE = 2e-4
 CAPACITY = 64
 extend = jax.jit(Drafter.extend)
 draft = jax.jit(Drafter.__call__)
+draft_blocks = jax.jit(Drafter.blocks)
 
 
 def assign(module: nnx.Module, tensors: dict[str, np.ndarray]) -> None:
@@ -138,7 +139,7 @@ def test_training_masks_and_hidden_states_equal_the_golden_arrays(kind, drafter,
     np.testing.assert_array_equal(mask, train[f"mask_{kind}"])
 
     features, blocks = jnp.asarray(train["target_hidden"][0]), training_blocks(inputs, train)
-    hidden = jax.jit(Drafter.blocks)(drafter, features, blocks, anchors, keep)
+    hidden = draft_blocks(drafter, features, blocks, anchors, keep)
     np.testing.assert_allclose(hidden, train[f"hidden_{kind}"], atol=TOLERANCE, rtol=0)
 
 
@@ -147,7 +148,7 @@ def test_training_form_equals_the_cached_form(inputs, train, is_causal):
     drafter = make_drafter(dataclasses.replace(read_config("sliding"), is_causal=is_causal))
     features, blocks = jnp.asarray(train["target_hidden"][0]), training_blocks(inputs, train)
     anchors = np.asarray([0, 1, 7, 10, 11, 30, 48], np.int32)
-    hidden = jax.jit(Drafter.blocks)(drafter, features, blocks, anchors)
+    hidden = draft_blocks(drafter, features, blocks, anchors)
     cache = extend(drafter, spoilt_cache(drafter), features, 0)
     for row, anchor in enumerate(anchors):
         cached = draft(drafter, blocks[row], cache, anchor)
@@ -177,9 +178,9 @@ def test_a_block_ignores_every_feature_from_its_anchor_on(drafter, inputs, train
     anchors = jnp.asarray([20, 22, 25, 20, 31, 40, 47], jnp.int32)
     changed = features.copy()
     changed[20:] *= -3.0
+    keep = jnp.ones(7, bool)
     before, after = (
-        jax.jit(Drafter.blocks)(drafter, jnp.asarray(x), blocks, anchors)
-        for x in (features, changed)
+        draft_blocks(drafter, jnp.asarray(x), blocks, anchors, keep) for x in (features, changed)
     )
     np.testing.assert_array_equal(before[jnp.asarray([0, 3])], after[jnp.asarray([0, 3])])
     assert jnp.all(jnp.any(before[4:] != after[4:], axis=(1, 2)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def test_rows_equal_plain_decoding(tiny_trio: Trio) -> None:
     lengths = np.array([12, 5, 1, 9], np.int32)
     temperature = np.array([0.0, 1.0, 1.0, 0.0], np.float32)
     seeds = np.array([3, 4, 2**32 - 1, 6], np.uint32)
-    written = write_on(
+    written = jax.jit(write_on, static_argnames="total")(
         tiny_trio.verifier, jnp.asarray(prompts), lengths, temperature, seeds, total=TOTAL
     )
     for row in range(4):

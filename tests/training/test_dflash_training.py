@@ -26,6 +26,8 @@ from tfm_jax.training.trainer import OptimiserConfig, fill, flatten
 
 RECIPE = DrafterRecipe(rows=2, anchors=5)
 
+loss_of = jax.jit(drafter_loss, static_argnames="recipe")
+
 
 def rows(seed: int = 0, length: int = 30) -> dict[str, jax.Array]:
     tokens = np.random.default_rng(seed).integers(0, 80, (2, length)).astype(np.int32)
@@ -58,6 +60,7 @@ def test_blocks_do_not_depend_on_what_follows_their_anchor(tiny_trio: Trio) -> N
     anchors = jnp.asarray([6, 8, 9, 20])  # the first three overlap
     keep = jnp.ones((4,), bool)
 
+    @jax.jit
     def blocks(tokens: jax.Array) -> jax.Array:
         features = verifier.forward(tokens, tiny_trio.taps).features
         return draft_blocks(verifier, drafter, tokens, features, anchors, keep)
@@ -95,16 +98,24 @@ def test_targets_are_the_distributions_that_the_tokens_were_drawn_from(tiny_trio
 def test_loss_is_the_decayed_cross_entropy_of_the_blocks(tiny_trio: Trio) -> None:
     verifier, drafter, batch = tiny_trio.verifier, tiny_trio.drafter, rows()
     recipe = dataclasses.replace(RECIPE, anchors=17, distil=False)  # all that fit
-    value, metrics = drafter_loss(verifier, drafter, batch, jax.random.key(0), recipe)
+    value, metrics = loss_of(verifier, drafter, batch, jax.random.key(0), recipe)
+
+    @jax.jit
+    def decoded(tokens: jax.Array, anchors: jax.Array) -> jax.Array:
+        features = verifier.forward(tokens, tiny_trio.taps).features
+        cache = drafter.extend(drafter.empty_cache(30, jnp.float32), features, 0)
+
+        def one(anchor: jax.Array) -> jax.Array:
+            block = jnp.full((8,), 82).at[0].set(tokens[anchor])
+            out = drafter(verifier.embed_tokens(block), cache, anchor)[1:]
+            return jax.nn.log_softmax(verifier.logits(out), axis=-1)
+
+        return jax.vmap(one)(anchors)
+
     total = weight = 0.0
     hits = np.zeros((2, 30, 7))
     for row, (tokens, first) in enumerate(zip(batch["tokens"], (6, 9), strict=True)):
-        features = verifier.forward(tokens, tiny_trio.taps).features
-        for anchor in range(first, 23):
-            block = jnp.full((8,), 82).at[0].set(tokens[anchor])
-            cache = drafter.extend(drafter.empty_cache(30, jnp.float32), features, 0)
-            out = drafter(verifier.embed_tokens(block), cache, anchor)[1:]
-            log_q = jax.nn.log_softmax(verifier.logits(out), axis=-1)
+        for anchor, log_q in enumerate(decoded(tokens, jnp.arange(first, 23)), start=first):
             label = tokens[anchor + 1 : anchor + 8]
             decay = np.exp(-np.arange(7) / recipe.gamma)
             total -= float((decay * log_q[jnp.arange(7), label]).sum())
@@ -124,19 +135,21 @@ def test_accepted_length_counts_up_to_the_first_miss() -> None:
     assert float(accepted_length(hits, jnp.zeros((3,), bool))) == 0.0
 
 
-def gradient(trio: Trio, batch: dict, recipe: DrafterRecipe = RECIPE) -> tuple[dict, dict]:
+@jax.jit
+def gradient(trio: Trio, batch: dict) -> tuple[dict, dict]:
     graph, _ = nnx.split(trio.drafter)
 
     def loss(params):
-        return drafter_loss(trio.verifier, fill(graph, params), batch, jax.random.key(0), recipe)
+        return drafter_loss(trio.verifier, fill(graph, params), batch, jax.random.key(0), RECIPE)
 
     return jax.grad(loss, has_aux=True)(flatten(trio.drafter))
 
 
-@pytest.mark.parametrize("scale", [0.0, 1e12])
+@pytest.mark.parametrize("scale", [0.0, 1e8])
 def test_extreme_features_give_finite_gradients(tiny_trio: Trio, scale: float) -> None:
     graph, state = nnx.split(tiny_trio.verifier)
-    loud = nnx.merge(graph, jax.tree.map(lambda x: x * scale, state))
+    loud = nnx.merge(graph, state)
+    loud.embed_tokens.weight = nnx.Param(scale * tiny_trio.verifier.embed_tokens.weight[...])
     found, _ = gradient(dataclasses.replace(tiny_trio, verifier=loud), rows())
     assert all(bool(jnp.isfinite(g).all()) for g in found.values())
 
@@ -148,8 +161,8 @@ def test_idle_rows_are_counted_and_change_nothing(tiny_trio: Trio) -> None:
     # All 17 places are taken, so that both draw the same anchors.
     recipe = dataclasses.replace(RECIPE, anchors=17)
     key = jax.random.key(0)
-    one, _ = drafter_loss(tiny_trio.verifier, tiny_trio.drafter, alone, key, recipe)
-    two, metrics = drafter_loss(tiny_trio.verifier, tiny_trio.drafter, idle, key, recipe)
+    one, _ = loss_of(tiny_trio.verifier, tiny_trio.drafter, alone, key, recipe)
+    two, metrics = loss_of(tiny_trio.verifier, tiny_trio.drafter, idle, key, recipe)
     assert float(two) == pytest.approx(float(one), rel=1e-6)
     assert int(metrics["idle_rows"]) == 1
     none = batch | {"first": jnp.asarray([23, 29])}
@@ -203,7 +216,7 @@ def test_training_learns_the_texts(tiny_trio: Trio, capsys: pytest.CaptureFixtur
     graph, _ = nnx.split(Drafter(config, rngs=nnx.Rngs(0)))
     batch = given.batches(3, 0)(0)
     recipe = DrafterRecipe(rows=3, anchors=30)
-    _, metrics = drafter_loss(
+    _, metrics = loss_of(
         tiny_trio.verifier, fill(graph, state.params), batch, jax.random.key(5), recipe
     )
     assert float(metrics["length_greedy"]) > 7.5  # of 8

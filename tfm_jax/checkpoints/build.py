@@ -81,8 +81,9 @@ def _fill(
     refuse(f"parameters of {type(config).__name__}", problems)
     leaves = []
     for path, variable in nnx.to_flat_state(state):
-        # Without a copy a CPU array would alias the file it is mapped from.
-        array = jax.device_put(params[_dotted(path)], device, may_alias=False)
+        # A CPU device takes aligned host memory as it is: without a copy the module would change
+        # with the array, or with the file that the array is mapped from.
+        array = jax.device_put(np.array(params[_dotted(path)]), device)
         leaves.append((path, variable.replace(array)))
     return nnx.merge(graph, nnx.from_flat_state(leaves))
 

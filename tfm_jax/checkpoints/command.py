@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+import tyro
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -13,8 +14,8 @@ from tfm_jax.checkpoints.convert import Report, convert
 
 
 def convert_command(
-    src: Path,
-    dst: Path,
+    src: Annotated[Path, tyro.conf.arg(metavar="SRC")],
+    dst: Annotated[Path, tyro.conf.arg(metavar="DST")],
     /,
     drafter: Path | None = None,
     weaver: Path | None = None,
