@@ -9,7 +9,7 @@ from jax.experimental.pallas import triton as pltriton
 def span(block: jax.Array | int, size: int) -> pl.Slice:
     """Returns the index of the given block of `size` elements along an axis."""
     # Traced even if known: Pallas refuses a constant slice that hangs over the edge.
-    return pl.ds(jnp.full((), block, jnp.int32) * size, size)
+    return pl.Slice(jnp.full((), block, jnp.int32) * size, size)
 
 
 def load(ref, *index) -> jax.Array:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from importlib import resources
 from pathlib import Path
 
 import jax
@@ -228,10 +227,14 @@ class _Run:
     ends: tuple[int, ...]
     empty: bool
 
+    def prefill(self) -> DecodeState:
+        # The Weaver has no part in it: without it, one program serves all drafted methods.
+        return prefill(dataclasses.replace(self.trio, weaver=None), self.tokens, self.capacity)
+
     def start(self) -> tuple[DecodeState, float, float]:
         """The prefilled state, and the seconds that prefill and compilation took."""
         begin = time.perf_counter()
-        state = jax.block_until_ready(prefill(self.trio, self.tokens, self.capacity))
+        state = jax.block_until_ready(self.prefill())
         filled = time.perf_counter()
         state = jax.block_until_ready(self.advance(state, 0))
         return state, filled - begin, time.perf_counter() - filled
@@ -278,7 +281,7 @@ class _Run:
     def rounds(self) -> Iterator[tuple[Tree, Acceptance, DecodeState]]:
         if self.empty:
             return
-        state = prefill(self.trio, self.tokens, self.capacity)
+        state = self.prefill()
         while not bool(state.finished):
             state, tree, acceptance = _speculate(
                 self.trio, state, self.request, method=self.method, shape=self.shape
@@ -335,14 +338,22 @@ def load(path: str | Path = POCKET, *, dtype: str | None = None) -> Model:
     """
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    with resources.as_file(resources.files("tfm_jax") / "assets" / "pocket") as pocket:
-        found = read_trio(pocket if path == POCKET else Path(path), dtype=dtype)
-        return Model(
-            trio=Trio(
-                verifier=build_verifier(*found.verifier),
-                drafter=build_drafter(*found.drafter) if found.drafter else None,
-                weaver=build_weaver(*found.weaver) if found.weaver else None,
-            ),
-            tokenizer=load_tokenizer(found.tokenizer) if found.tokenizer else None,
-            end_tokens=found.eos_token_ids,
-        )
+    root = directory(path)
+    found = read_trio(root, dtype=dtype)
+    verifier, drafter, weaver = found.verifier, found.drafter, found.weaver
+    # A trio may keep its tokenizer beside its three networks instead of with the verifier.
+    tokenizer = found.tokenizer or root / "tokenizer.json"
+    return Model(
+        trio=Trio(
+            verifier=build_verifier(verifier.config, verifier.params),
+            drafter=build_drafter(drafter.config, drafter.params) if drafter else None,
+            weaver=build_weaver(weaver.config, weaver.params) if weaver else None,
+        ),
+        tokenizer=load_tokenizer(tokenizer) if tokenizer.is_file() else None,
+        end_tokens=found.eos_token_ids,
+    )
+
+
+def directory(path: str | Path) -> Path:
+    """Where a model lies: the embedded trio for "pocket", else `path` itself."""
+    return Path(__file__).parent / "assets" / "pocket" if path == POCKET else Path(path)

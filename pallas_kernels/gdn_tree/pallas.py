@@ -49,7 +49,6 @@ class Config:
     solve: Scheme = "f16x3"
     num_warps: int = 4
     prepare_warps: int = 0
-    state_first: bool = False
 
     def __post_init__(self):
         for name in ("block_n", "block_v", "block_k"):
@@ -158,15 +157,10 @@ def _fused_kernel(
     head = pl.program_id(0)
     columns = span(pl.program_id(1), config.block_v)
     tree = (k_ref, q_ref, g_ref, beta_ref, ancestors_ref, depth_ref)
+    state = (k_ref, q_ref, s0_ref, depth_ref)
     solved: list[Split] = []
     for block in range(pl.cdiv(v_ref.shape[0], config.block_n)):
         rows = span(block, config.block_n)
-        if config.state_first:
-            key_read, query_read = _read_state(
-                k_ref, q_ref, s0_ref, depth_ref, head, rows, columns, config
-            )
-        else:
-            key_read = query_read = None
         below = jnp.zeros((config.block_n,), jnp.float32)
         x, y_own, below = _factors(tree, head, block, block, below, config)
         inverse = _invert(x, load(depth_ref, rows), config)
@@ -176,10 +170,7 @@ def _fused_kernel(
             x, y, below = _factors(tree, head, block, source, below, config)
             earlier += _product(x, solved[source], config)
             out += _product(y, solved[source], config)
-        if key_read is None:
-            key_read, query_read = _read_state(
-                k_ref, q_ref, s0_ref, depth_ref, head, rows, columns, config
-            )
+        key_read, query_read = _read_state(state, head, rows, columns, config)
         decay = jnp.exp(below)[:, None]
         beta = _clean(load(beta_ref, rows, head), load(depth_ref, rows))[:, None]
         v = _clean(load(v_ref, rows, head, columns), load(depth_ref, rows))
@@ -243,12 +234,11 @@ def _apply_kernel(
 ):
     head = pl.program_id(0)
     columns = span(pl.program_id(1), config.block_v)
+    state = (k_ref, q_ref, s0_ref, depth_ref)
     solved: list[Split] = []
     for block in range(pl.cdiv(v_ref.shape[0], config.block_n)):
         rows = span(block, config.block_n)
-        key_read, query_read = _read_state(
-            k_ref, q_ref, s0_ref, depth_ref, head, rows, columns, config
-        )
+        key_read, query_read = _read_state(state, head, rows, columns, config)
         depth = load(depth_ref, rows)
         decay = jnp.exp(load(log_decay_ref, rows, head))[:, None]
         beta = _clean(load(beta_ref, rows, head), depth)[:, None]
@@ -339,16 +329,17 @@ def _invert(x: jax.Array, depth: jax.Array, config: Config) -> jax.Array:
     return lax.fori_loop(1, stages, merge, single)
 
 
-def _read_state(k_ref, q_ref, s0_ref, depth_ref, head, rows, columns, config: Config):
+def _read_state(refs, head, rows, columns, config: Config):
     """K S0 and Q S0 for a row block and a block of value columns, [block_n, block_v] each."""
+    k_ref, q_ref, s0_ref, depth_ref = refs
     key_head = head // (s0_ref.shape[0] // k_ref.shape[1])
     depth = load(depth_ref, rows)
 
     def read(chunk, sums):
         keys = span(chunk, config.block_k)
-        state = split(load(s0_ref, head, keys, columns), config.read)
+        s0 = split(load(s0_ref, head, keys, columns), config.read)
         return tuple(
-            total + dot(split(_clean(load(ref, rows, key_head, keys), depth), config.read), state)
+            total + dot(split(_clean(load(ref, rows, key_head, keys), depth), config.read), s0)
             for ref, total in zip((k_ref, q_ref), sums, strict=True)
         )
 

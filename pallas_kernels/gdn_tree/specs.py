@@ -1,6 +1,7 @@
 """The cases that tests and benchmarks share: trees, head layouts and inputs, hostile ones too."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,16 @@ class Inputs:
         """The inputs with q, k and v as bfloat16 holds them."""
         low = {n: np.float32(jnp.asarray(getattr(self, n), jnp.bfloat16)) for n in ("q", "k", "v")}
         return dataclasses.replace(self, **low)
+
+    def padded(self, nodes: int) -> "Inputs":
+        """The inputs with padding rows of zeros appended, `nodes` rows in all."""
+        changed = {}
+        for name in ("q", "k", "v", "g", "beta", "parents", "valid"):
+            x = getattr(self, name)
+            end = NO_PARENT if name == "parents" else 0
+            widths = ((0, nodes - len(x)),) + ((0, 0),) * (x.ndim - 1)
+            changed[name] = np.pad(x, widths, constant_values=end)
+        return dataclasses.replace(self, **changed)
 
     def poisoned(self) -> "Inputs":
         """The inputs with NaN in every padding row."""
@@ -157,7 +168,7 @@ def _make_decay(kind: str, shape: tuple[int, int], rng: np.random.Generator) -> 
             raise ValueError(f"decay must be none, mild, strong or mixed, got {kind!r}")
 
 
-HOSTILE = {
+HOSTILE: dict[str, dict[str, Any]] = {
     "alike": {"keys": "alike", "beta": 0.999, "decay": "none"},
     "strong_decay": {"decay": "strong"},
     "mixed_decay": {"decay": "mixed"},
@@ -184,7 +195,7 @@ SMALL = (
     ),
 )
 
-_REAL = {"key_heads": 2, "value_heads": 6, "key_dim": 128, "value_dim": 128}
+_REAL: dict[str, Any] = {"key_heads": 2, "value_heads": 6, "key_dim": 128, "value_dim": 128}
 
 # Head sizes of the checkpoints, depths of a drafter's block and beyond.
 REAL = (

@@ -154,6 +154,9 @@ def test_training_form_equals_the_cached_form(inputs, train, is_causal):
         cached = draft(drafter, blocks[row], cache, anchor)
         np.testing.assert_allclose(hidden[row], cached, atol=1e-4, rtol=0)
 
+    without_context = draft(drafter, blocks[0], spoilt_cache(drafter), 0)
+    np.testing.assert_allclose(hidden[0], without_context, atol=1e-4, rtol=0)
+
     changed = blocks[0].copy()
     changed[-1] += 1.0
     same = draft(drafter, changed, cache, 0)[:-1] == draft(drafter, blocks[0], cache, 0)[:-1]

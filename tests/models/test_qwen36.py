@@ -25,7 +25,8 @@ ALL_LAYERS = tuple(range(8))
 
 
 def load(layout: str) -> Verifier:
-    return build_verifier(*read_trio(FIXTURES / "qwen36_tiny" / layout, dtype="float32").verifier)
+    part = read_trio(FIXTURES / "qwen36_tiny" / layout, dtype="float32").verifier
+    return build_verifier(part.config, part.params)
 
 
 @pytest.fixture(scope="module")

@@ -145,6 +145,9 @@ def test_padded_candidates_get_minus_infinity(weaver, inputs, golden, ancestors)
     finite = jnp.where(jnp.isfinite(prior), prior, 0.0)
     head_rows = jnp.asarray(inputs["lm_head"])[ids]
     close(pool_logits(query, finite, head_rows, ids=ids), expected, LOGITS)
+    for bad in (jnp.nan, jnp.inf):
+        spoilt = jnp.where(jnp.isfinite(prior), prior, bad)
+        close(pool_logits(query, spoilt, head_rows), expected, LOGITS)
 
 
 def test_bfloat16_matrices_are_accumulated_in_float32(weaver, inputs, golden, ancestors):

@@ -12,7 +12,6 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels.gdn_tree import (
-    TreeTopology,
     gdn_tree_commit,
     gdn_tree_commit_path,
     gdn_tree_verify,
@@ -20,7 +19,6 @@ from pallas_kernels.gdn_tree import (
     per_branch,
     tree_topology,
     verify,
-    xla,
 )
 from pallas_kernels.gdn_tree.specs import REAL, SMALL, Inputs, Spec, make_inputs, solve
 
@@ -35,19 +33,21 @@ def specs(cases: tuple[Spec, ...]):
     return pytest.mark.parametrize("spec", cases, ids=lambda spec: spec.name)
 
 
-def run(implementation: str, inputs: Inputs, dtype=jnp.float32):
-    """The result on the CPU, the kernel interpreted, as numpy arrays."""
+@functools.cache
+def compiled(implementation: str):
+    """The implementation for the CPU, the kernel interpreted."""
 
-    def call(q, k, v, g, beta, s0, parents, valid):
+    def call(*args):
+        *args, parents, valid = args
         if implementation == "pallas":  # interpreted on any machine
-            topology = tree_topology(parents, valid)
-            return pallas.verify(q, k, v, g, beta, s0, topology, interpret=True)
-        return gdn_tree_verify(
-            q, k, v, g, beta, s0, parents, valid=valid, implementation=implementation
-        )
+            return pallas.verify(*args, tree_topology(parents, valid), interpret=True)
+        return gdn_tree_verify(*args, parents, valid=valid, implementation=implementation)
 
-    compiled = jax.jit(call, compiler_options=FAST_COMPILE)
-    return [np.asarray(x) for x in compiled(*inputs.arguments(dtype))]
+    return jax.jit(call, compiler_options=FAST_COMPILE)
+
+
+def run(implementation: str, inputs: Inputs, dtype=jnp.float32) -> list[np.ndarray]:
+    return [np.asarray(x) for x in compiled(implementation)(*inputs.arguments(dtype))]
 
 
 def error(actual, expected: np.ndarray) -> float:
@@ -62,49 +62,48 @@ def check(result, inputs: Inputs, tolerance: float = TOLERANCE) -> None:
         assert error(actual, getattr(expected, name)) < tolerance, name
 
 
-@functools.cache
-def load_golden(path: pathlib.Path) -> dict[str, np.ndarray]:
-    return dict(np.load(path))
+def golden_inputs(golden) -> Inputs:
+    inputs = Inputs(**{field.name: golden[field.name] for field in dataclasses.fields(Inputs)})
+    return inputs.padded(32 if len(inputs.valid) <= 32 else 128)  # few shapes to compile
+
+
+@jax.jit
+def commit_both(s0, k, u, log_decay, parents, leaf, path, count):
+    kept = (s0, k, u, log_decay)
+    return gdn_tree_commit(*kept, parents, leaf), gdn_tree_commit_path(*kept, path, count)
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_golden(implementation, path):
-    golden = load_golden(path)
-    names = [field.name for field in dataclasses.fields(Inputs)]
-    inputs = Inputs(**{name: golden[name] for name in names})
+    golden = np.load(path)
+    inputs = golden_inputs(golden)
     result = run(implementation, inputs)
+    real = np.flatnonzero(golden["valid"])
     for actual, name in zip(result, ("out", "u", "log_decay"), strict=True):
-        expected = golden[name]
-        assert error(actual[inputs.valid], expected[inputs.valid]) < TOLERANCE, name
+        assert error(actual[real], golden[name][real]) < TOLERANCE, name
         assert np.all(actual[~inputs.valid] == 0), name
-
-
-@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
-def test_golden_commit(path):
-    golden = load_golden(path)
-    kept = [jnp.asarray(golden[name]) for name in ("s0", "k", "u", "log_decay")]
-    parents, leaf = jnp.asarray(golden["parents"]), golden["accepted_leaf"]
-    state = gdn_tree_commit(*kept, parents, leaf)
-    assert error(state, golden["committed_state"]) < TOLERANCE
-    padded = np.concatenate([golden["accepted_path"], [-9, 10**6]]).astype(np.int32)
+    accepted = np.full(130, 10**6, np.int32)
     count = len(golden["accepted_path"])
-    state = gdn_tree_commit_path(*kept, jnp.asarray(padded), count)
-    assert error(state, golden["committed_state"]) < TOLERANCE
+    accepted[:count] = golden["accepted_path"]
+    kept = (inputs.s0, inputs.k, *result[1:])
+    states = commit_both(*kept, inputs.parents, golden["accepted_leaf"], accepted, count)
+    for state in states:
+        assert error(state, golden["committed_state"]) < TOLERANCE
 
 
 def test_two_golden_steps_chain():
-    first, second = (load_golden(p) for p in GOLDEN if "two_step" in p.stem)
+    first, second = (np.load(path) for path in GOLDEN if "two_step" in path.stem)
     kept = [jnp.asarray(first[name]) for name in ("s0", "k", "u", "log_decay", "parents")]
     state = gdn_tree_commit(*kept, first["accepted_leaf"])
-    names = [field.name for field in dataclasses.fields(Inputs)]
-    inputs = Inputs(**{name: second[name] for name in names} | {"s0": np.asarray(state)})
+    inputs = dataclasses.replace(golden_inputs(second), s0=np.asarray(state))
+    rows = len(second["valid"])
     for actual, name in zip(run("xla", inputs), ("out", "u"), strict=False):
-        assert error(actual, second[name]) < TOLERANCE, name
+        assert error(actual[:rows], second[name]) < TOLERANCE, name
 
 
 @specs(SMALL)
-@pytest.mark.parametrize("implementation", ("xla", "pallas"))
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
 def test_recurrence(implementation, spec):
     inputs = make_inputs(spec)
     check(run(implementation, inputs.poisoned()), inputs)
@@ -119,11 +118,12 @@ def test_bfloat16_inputs_cost_no_accuracy(implementation):
     assert all(x.dtype == np.float32 for x in result)
 
 
-@pytest.mark.parametrize("scheme", ("bf16x3", "bf16x6", "f16x3"))
-@pytest.mark.parametrize("prepare_warps", (0, 4))
+@pytest.mark.parametrize(
+    ("scheme", "prepare_warps"), [("bf16x6", 0), ("f16x3", 0), ("f16x3", 4), ("bf16x3", 4)]
+)
 def test_kernel_configurations(scheme, prepare_warps):
-    """Every scheme in one launch and in two, over several row, key and value blocks."""
-    spec = Spec(name="", nodes=37, key_dim=40, value_dim=24, padding=3)
+    """Every scheme, in one launch and in two, over several row, key and value blocks."""
+    spec = Spec(name="", nodes=29, key_dim=24, value_dim=24, padding=3)
     config = pallas.Config(
         block_n=16,
         block_v=16,
@@ -142,13 +142,13 @@ def test_kernel_configurations(scheme, prepare_warps):
     check(result, inputs, 3e-5 if scheme == "bf16x3" else TOLERANCE)
 
 
-@pytest.mark.parametrize("size", (0, 8, 24))
+@pytest.mark.parametrize("size", [0, 8, 24])
 def test_kernel_configuration_refuses_sizes(size):
     with pytest.raises(ValueError, match=f"power of two >= 16, got {size}"):
         pallas.Config(block_n=16, block_v=size, block_k=16)
 
 
-@pytest.mark.parametrize("scale", (1e-30, 1.0, 1e20))
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e20])
 def test_values_of_any_size(scale):
     inputs = make_inputs(Spec(name="", nodes=9))
     inputs = dataclasses.replace(inputs, v=inputs.v * np.float32(scale), s0=inputs.s0 * scale)
@@ -159,7 +159,7 @@ def test_values_of_any_size(scale):
         assert error(actual / scale, exact / scale) < TOLERANCE
 
 
-@pytest.mark.parametrize("implementation", ("xla", "pallas"))
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
 def test_vmap(implementation):
     spec = Spec(name="", nodes=10, padding=2)
     batch = [make_inputs(spec, seed) for seed in range(3)]
@@ -177,9 +177,14 @@ def test_vmap(implementation):
 
 def test_shared_topology_changes_nothing():
     *args, parents, valid = make_inputs(Spec(name="", nodes=12, padding=4)).arguments()
-    alone = gdn_tree_verify(*args, parents, valid=valid)
-    shared = gdn_tree_verify(*args, parents, topology=tree_topology(parents, valid))
-    for x, y in zip(alone, shared, strict=True):
+
+    @jax.jit
+    def both(args, parents, valid):
+        alone = gdn_tree_verify(*args, parents, valid=valid)
+        topology = tree_topology(parents, valid)
+        return alone, gdn_tree_verify(*args, parents, topology=topology)
+
+    for x, y in zip(*both(args, parents, valid), strict=True):
         np.testing.assert_array_equal(x, y)
 
 
@@ -206,7 +211,9 @@ def test_xla_gradients_match_the_recurrence():
         result = gdn_tree_verify(*args, parents, implementation=implementation)
         return jnp.sum(weights * (result.out + result.u)) + jnp.sum(result.log_decay)
 
-    gradient = jax.grad(loss, argnums=range(1, 7))
+    gradient = jax.jit(
+        jax.grad(loss, argnums=range(1, 7)), static_argnums=0, compiler_options=FAST_COMPILE
+    )
     for x, y in zip(gradient("xla", *args), gradient("reference", *args), strict=True):
         assert error(x, np.asarray(y)) < 1e-5
 
@@ -214,15 +221,16 @@ def test_xla_gradients_match_the_recurrence():
 def test_commit_ignores_what_is_off_the_path():
     inputs = make_inputs(Spec(name="", nodes=14, padding=3, value_heads=3))
     expected = solve(inputs)
+    commit = jax.jit(gdn_tree_commit)
     for node in np.flatnonzero(inputs.valid):
         path = [node]
         while inputs.parents[path[-1]] >= 0:
             path.append(inputs.parents[path[-1]])
         off = np.setdiff1d(np.arange(14), path)
-        kept = [np.float32(x) for x in (inputs.k, expected.u, expected.log_decay)]
+        kept = [np.array(x, np.float32) for x in (inputs.k, expected.u, expected.log_decay)]
         for x in kept:
             x[off] = np.nan
-        state = gdn_tree_commit(inputs.s0, *kept, jnp.asarray(inputs.parents), node)
+        state = commit(inputs.s0, *kept, inputs.parents, node)
         assert error(state, expected.states[node]) < TOLERANCE
 
 
@@ -267,8 +275,7 @@ def test_auto_takes_xla_on_a_cpu(monkeypatch):
     *args, parents, _ = make_inputs(Spec(name="", nodes=3)).arguments()
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     monkeypatch.setattr(pallas, "verify", None)
-    result = gdn_tree_verify(*args, parents)
-    assert result.out.shape == (3, 2, 16)
+    assert jax.eval_shape(gdn_tree_verify, *args, parents).out.shape == (3, 2, 16)
 
 
 def test_unsupported_platform_falls_back_once_or_refuses(monkeypatch):
@@ -291,7 +298,8 @@ def test_too_many_nodes():
     *args, parents, _ = make_inputs(Spec(name="", nodes=257, tree="star")).arguments()
     with pytest.raises(NotImplementedError, match="at most 256 nodes are supported, got 257"):
         gdn_tree_verify(*args, parents, implementation="pallas")
-    assert gdn_tree_verify(*args, parents, implementation="xla").out.shape[0] == 257
+    call = functools.partial(gdn_tree_verify, implementation="xla")
+    assert jax.eval_shape(call, *args, parents).out.shape == (257, 2, 16)
 
 
 @pytest.mark.parametrize(
@@ -331,9 +339,9 @@ def lower_for_hopper(function, *args):
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-@pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16), ids=("f32", "bf16"))
-@specs(tuple({s.nodes: s for s in (*SMALL, *REAL)}.values()))
-def test_lowers_for_hopper(spec, dtype):
+@specs((*SMALL[1:7], *(spec for spec in REAL if spec.decay == "mild")))
+def test_lowers_for_hopper(spec):
+    dtype = jnp.float32 if spec in SMALL else jnp.bfloat16
     *args, parents, valid = make_inputs(spec).arguments(dtype)
     lowered = lower_for_hopper(pallas.verify, *args, jax.eval_shape(tree_topology, parents, valid))
     assert "xla.gpu.triton" in lowered.as_text()

@@ -28,14 +28,14 @@ def verify(*args):
 
 @pytest.fixture(scope="module")
 def compiled():
-    """`verify` compiled for the shapes of all cases at once, as compiling takes most of the time."""
+    """`verify` compiled for the shapes of all cases side by side: compiling is most of the time."""
     shapes = {}
-    for spec in (*SMALL, *REAL):
-        for dtype in (jnp.float32, jnp.bfloat16):
+    for cases, dtype in (((*SMALL, *REAL), jnp.float32), (REAL, jnp.bfloat16)):
+        for spec in cases:
             args = make_inputs(spec).arguments(dtype)
             shapes.setdefault(key(args), args)
     for path in GOLDEN:
-        args = golden_inputs(path).arguments()
+        args = golden_inputs(np.load(path)).arguments()
         shapes.setdefault(key(args), args)
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         programs = pool.map(lambda args: jax.jit(verify).lower(*args).compile(), shapes.values())
@@ -46,9 +46,9 @@ def key(args):
     return tuple((x.shape, str(x.dtype)) for x in args)
 
 
-def golden_inputs(path) -> Inputs:
-    golden = np.load(path)
-    return Inputs(**{field.name: golden[field.name] for field in dataclasses.fields(Inputs)})
+def golden_inputs(golden) -> Inputs:
+    inputs = Inputs(**{field.name: golden[field.name] for field in dataclasses.fields(Inputs)})
+    return inputs.padded(32 if len(inputs.valid) <= 32 else 128)  # few shapes to compile
 
 
 def run(compiled, inputs: Inputs, dtype=jnp.float32):
@@ -58,9 +58,11 @@ def run(compiled, inputs: Inputs, dtype=jnp.float32):
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
 def test_golden(compiled, path):
-    golden, inputs = np.load(path), golden_inputs(path)
-    for actual, name in zip(run(compiled, inputs), ("out", "u", "log_decay"), strict=True):
-        assert error(actual[inputs.valid], golden[name][inputs.valid]) < TOLERANCE, name
+    golden = np.load(path)
+    real = np.flatnonzero(golden["valid"])
+    result = run(compiled, golden_inputs(golden))
+    for actual, name in zip(result, ("out", "u", "log_decay"), strict=True):
+        assert error(actual[real], golden[name][real]) < TOLERANCE, name
 
 
 @specs((*SMALL, *REAL))
@@ -70,7 +72,7 @@ def test_float32_inputs(compiled, spec):
     check(result, inputs)
 
 
-@specs((*SMALL, *REAL))
+@specs(REAL)
 def test_bfloat16_inputs(compiled, spec):
     inputs = make_inputs(spec).rounded()
     result = run(compiled, inputs.poisoned(), jnp.bfloat16)

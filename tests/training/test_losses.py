@@ -111,6 +111,7 @@ def test_drafter_losses_equal_their_definition():
     log_probs = np.log(rng.uniform(0.05, 0.9, (2, 3, 5))).astype(np.float32)
     valid = rng.uniform(size=(2, 3, 5)) > 0.3
     total = weight_sum = expected_length = 0.0
+    slopes = []
     for block, counted in zip(log_probs.reshape(-1, 5), valid.reshape(-1, 5), strict=True):
         for j in range(1, 5):
             reached = [
@@ -122,11 +123,15 @@ def test_drafter_losses_equal_their_definition():
                 total -= math.exp(-(j - 1) / 4) * block[j]
                 weight_sum += math.exp(-(j - 1) / 4)
                 expected_length -= sum(reached) * block[j]
+                slopes.append(-sum(reached) / 2)
     args = jnp.asarray(log_probs), jnp.asarray(valid)
     decayed = losses.decayed_cross_entropy(*args, gamma=4.0)
     np.testing.assert_allclose(decayed, total / weight_sum, rtol=1e-5)
-    dpace = losses.dpace_cross_entropy(*args, batch_size=2, alpha=0.7)
+    dpace, gradient = jax.value_and_grad(
+        lambda rows: losses.dpace_cross_entropy(rows, args[1], batch_size=2, alpha=0.7)
+    )(args[0])
     np.testing.assert_allclose(dpace, expected_length / 2, rtol=1e-5)
+    np.testing.assert_allclose(gradient[:, :, 1:][valid[:, :, 1:]], slopes, rtol=1e-5)
 
 
 def test_rows_that_do_not_count_leave_loss_and_gradient_alone():
@@ -237,6 +242,14 @@ def test_weaver_gradients_equal_the_golden_arrays(inputs, golden, target, varian
             else:
                 expected = golden[f"grad_{name}/{key}"]
             close_gradient(find(stacked, key)[...][row], expected, f"{name}/{key}")
+
+
+def test_the_target_gets_no_gradient(inputs, golden, target):
+    def loss(target):
+        terms = losses.pool_terms(golden["chain_logits"], target, jnp.asarray(inputs["valid"]))
+        return losses.lk_loss(terms)
+
+    assert not jnp.any(jax.grad(loss)(target))
 
 
 def test_lambda_passes_no_gradient(inputs, golden, target):

@@ -17,7 +17,7 @@ from tfm_jax.training.tokenizer import (
     train_tokenizer,
 )
 
-SHIPPED = Path(tfm_jax.text.__file__).parent / "assets" / "pocket" / "tokenizer.json"
+SHIPPED = Path(tfm_jax.text.__file__).parent / "assets" / "pocket" / "verifier" / "tokenizer.json"
 WORDS = ["river", "stone", "cloud", "winter", "garden", "letter", "number", "window", "silver"]
 
 

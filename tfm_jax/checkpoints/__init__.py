@@ -11,13 +11,13 @@ from tfm_jax.checkpoints.convert import Report, convert
 from tfm_jax.checkpoints.errors import CheckpointError
 from tfm_jax.checkpoints.export import write_hf
 from tfm_jax.checkpoints.pairing import check_pair
-from tfm_jax.checkpoints.trio import Part, Trio, read_trio
+from tfm_jax.checkpoints.trio import Part, StoredTrio, read_trio
 
 __all__ = [
     "CheckpointError",
     "Part",
     "Report",
-    "Trio",
+    "StoredTrio",
     "build_drafter",
     "build_verifier",
     "build_weaver",

@@ -26,7 +26,7 @@ class Part(NamedTuple, Generic[Config]):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Trio:
+class StoredTrio:
     """Everything a directory holds for generation.
 
     Attributes:
@@ -69,7 +69,7 @@ class OpenedTrio:
         return {name: part for name, part in named.items() if part is not None}
 
 
-def read_trio(path: str | Path, *, dtype: str | None = None) -> Trio:
+def read_trio(path: str | Path, *, dtype: str | None = None) -> StoredTrio:
     """Configurations and parameters of a converted directory, a trio or a single verifier.
 
     A trio has the folders `verifier/`, `dflash/` and `weaver/` in their published layouts; the
@@ -87,7 +87,7 @@ def read_trio(path: str | Path, *, dtype: str | None = None) -> Trio:
     opened = open_trio(path)
     verifier, drafter, weaver = opened.verifier, opened.drafter, opened.weaver
     tokenizer = opened.text_files / "tokenizer.json"
-    return Trio(
+    return StoredTrio(
         verifier=Part(verifier.config, verifier.load(wanted)),
         drafter=None if drafter is None else Part(drafter.config, drafter.load(wanted)),
         weaver=None if weaver is None else Part(weaver.config, weaver.load(wanted)),

@@ -45,7 +45,8 @@ class Draft:
 
 def draft(trio: Trio, state: DecodeState, request: Request, pool: int) -> Draft:
     """Drafts `trio.depth` positions after the anchor, `pool` candidates each."""
-    assert trio.drafter is not None and state.context is not None
+    assert trio.drafter is not None
+    assert state.context is not None
     config = trio.drafter.config
     block = jnp.full((config.block_size,), config.mask_token_id, jnp.int32)
     block = block.at[0].set(state.tokens[state.length])

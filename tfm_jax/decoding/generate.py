@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +16,7 @@ from tfm_jax.decoding.state import DecodeState, Request, Trio
 _SMALLEST = 256
 
 
-@functools.partial(jax.jit, static_argnames=("method", "shape"), donate_argnames="state")
-def decode(
+def run_rounds(
     trio: Trio,
     state: DecodeState,
     request: Request,
@@ -36,6 +34,9 @@ def decode(
         return speculate(trio, state, request, method, shape)[0]
 
     return jax.lax.while_loop(unfinished, next_round, state)
+
+
+decode = jax.jit(run_rounds, static_argnames=("method", "shape"), donate_argnames="state")
 
 
 def bucket(prompt: int, total: int, depth: int) -> int:

@@ -252,7 +252,8 @@ def ddtree(root: jax.Array, ids: jax.Array, logprobs: jax.Array, budget: int) ->
         above, order = chosen // children, chosen % children
         score = jnp.where(jnp.arange(budget) < kept, candidates[chosen], -jnp.inf)
         path = path[above].at[:, d].set(ranks[d, order] + 1)
-        levels.append((score, steps[d, order], ranks[d, order], ids[d, ranks[d, order]], above, path))
+        rank = ranks[d, order]
+        levels.append((score, steps[d, order], rank, ids[d, rank], above, path))
     score, step, rank, token, above, path = (
         jnp.concatenate(parts) for parts in zip(*levels, strict=True)
     )

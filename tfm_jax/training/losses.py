@@ -78,7 +78,8 @@ def dpace_cross_entropy(
     counted = valid & (jnp.arange(log_probs.shape[-1]) > 0)
     log_probs = jnp.where(counted, log_probs, 0.0)
     probs = jnp.exp(jax.lax.stop_gradient(log_probs))
-    smoothed = jnp.where(counted, (1 - alpha) * probs + alpha, 1.0)
+    # An offset that does not count has probability 1 here, so the length passes through it.
+    smoothed = (1 - alpha) * probs + alpha
     reached = jnp.where(counted, jnp.cumprod(smoothed, axis=-1), 0.0)
     weights = jnp.flip(jnp.cumsum(jnp.flip(reached, -1), axis=-1), -1)
     return -jnp.sum(weights * log_probs) / batch_size

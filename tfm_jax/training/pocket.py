@@ -37,7 +37,7 @@ from tfm_jax.training.weaver import WeaverRecipe, train_weaver
 
 STAGES = ("verifier", "continuations", "dflash", "weaver")
 CONFIG = Path(__file__).parents[2] / "configs" / "pocket.json"
-ASSETS = Path(__file__).parents[1] / "assets" / "pocket"
+ASSETS = Path(__file__).parents[1] / "assets" / "pocket" / "verifier"
 
 Config = TypeVar("Config")
 
@@ -51,7 +51,7 @@ class Run:
       stage: name of the stage.
       corpus: folder with `tokens.npz.xz` and `text/manifest.json`.
       out: folder of everything that training writes.
-      seconds: time for the stage, compilation and export included.
+      seconds: time for the stage, compilation and export included; None for no limit.
       seed: of everything random.
       begin: when the stage began, by `time.monotonic`.
     """
@@ -60,7 +60,7 @@ class Run:
     stage: str
     corpus: Path
     out: Path
-    seconds: float
+    seconds: float | None
     seed: int
     begin: float
 
@@ -73,8 +73,10 @@ class Run:
     def log(self) -> Path:
         return self.out / "training.jsonl"
 
-    def left(self, reserve: float = 0.04) -> float:
+    def left(self, reserve: float = 0.04) -> float | None:
         """Seconds left, less a share of the whole for what comes after training."""
+        if self.seconds is None:
+            return None
         return self.seconds * (1 - reserve) - (time.monotonic() - self.begin)
 
     def network(self, kind: type[Config], name: str) -> Config:
@@ -116,7 +118,8 @@ def train_stage(
       out: folder to write; holds the results of earlier stages.
       config: JSON file with the three geometries and the settings of the stages.
       tokenizer: `tokenizer.json` of the corpus; the corpus's own, else the package's, if not given.
-      seconds: time for the stage; that of the configuration if not given.
+      seconds: time for the stage; that of the configuration if not given. The configuration's
+        may be null: then the numbers of steps and batches decide.
       seed: of everything random.
     """
     if stage not in STAGES:

@@ -194,7 +194,7 @@ def make_step(
             return loss(compute_copy(params), batch, key)
 
         (value, metrics), gradient = jax.value_and_grad(objective, has_aux=True)(state.params)
-        norm = optax.global_norm(gradient)
+        norm = optax.tree.norm(gradient)
         updates, optimiser_state = optimiser.update(gradient, state.optimiser, state.params)
         share = rate_share(config, state.step, state.total)
         finite = jnp.isfinite(value) & jnp.isfinite(norm)

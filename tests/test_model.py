@@ -1,0 +1,152 @@
+"""The public model: what it returns, and what it refuses before any compute."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import tfm_jax
+from tests.conftest import worst
+from tfm_jax.config import ConfigError
+from tfm_jax.decoding.state import Trio
+from tfm_jax.model import Model
+
+SHAPE = tfm_jax.TreeConfig(budget=6, expand=2, children=3, pool=16)
+PROMPT = [7, 11, 13, 17, 19]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_trio) -> Model:
+    return Model(trio=tiny_trio, tokenizer=None, end_tokens=(5,))
+
+
+def test_a_generation_reports_what_it_did(model):
+    out = model.generate(PROMPT, max_new_tokens=9, tree=SHAPE, end_tokens=[])
+    stats = out.stats
+    assert len(out.tokens) == 9
+    assert out.finish_reason == "length"
+    assert stats.emitted_tokens == sum(stats.accepted_lengths) == 9
+    assert stats.rounds == len(stats.accepted_lengths)
+    assert stats.mean_accepted_length == 9 / stats.rounds
+    assert stats.drafted_nodes == 6 * stats.rounds
+    assert all(0 <= share <= 1 for share in stats.acceptance_by_depth)
+    assert stats.decode_seconds > 0
+
+
+def test_new_tokens_are_a_prefix_of_a_longer_run_and_zero_is_empty(model):
+    long = model.generate(PROMPT, max_new_tokens=9, tree=SHAPE, end_tokens=[]).tokens
+    for count in (1, 4):
+        got = model.generate(PROMPT, max_new_tokens=count, tree=SHAPE, end_tokens=[])
+        assert got.tokens == long[:count]
+    empty = model.generate(PROMPT, max_new_tokens=0, tree=SHAPE)
+    assert (empty.tokens, empty.stats.rounds) == ([], 0)
+
+
+@pytest.mark.parametrize("at", [0, 1, 5])
+def test_every_end_token_stops_wherever_it_falls(model, at):
+    long = model.generate(PROMPT, max_new_tokens=9, tree=SHAPE, end_tokens=[]).tokens
+    end = long[at]
+    for method in ("ar", "tfm"):
+        got = model.generate(
+            PROMPT, max_new_tokens=9, tree=SHAPE, method=method, end_tokens=[81, end]
+        )
+        assert got.tokens == long[: long.index(end) + 1]
+        assert got.finish_reason == "stop"
+
+
+def test_a_call_does_not_depend_on_earlier_calls(model):
+    first = model.generate(PROMPT, max_new_tokens=6, tree=SHAPE).tokens
+    model.generate([3, 2, 1], max_new_tokens=6, tree=SHAPE)
+    with pytest.raises(ValueError, match="at least one token"):
+        model.generate([], tree=SHAPE)
+    assert model.generate(PROMPT, max_new_tokens=6, tree=SHAPE).tokens == first
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_prompts_shorter_than_the_convolution(model, length):
+    texts = [
+        model.generate(
+            PROMPT[:length], max_new_tokens=6, tree=SHAPE, method=method, end_tokens=[]
+        ).tokens
+        for method in ("ar", "tfm")
+    ]
+    assert texts[0] == texts[1]
+    follow = model.logits([*PROMPT[:length], *texts[0]])[length - 1 : -1, : model.vocab_limit]
+    assert follow.argmax(-1).tolist() == texts[0]
+
+
+def test_logits_do_not_depend_on_the_pieces_a_text_is_run_in(model, prompt):
+    text = np.tile(prompt, 4)[:100]  # one whole piece of 64 rows and a padded one
+    logits = model.logits(text)
+    assert logits.shape == (100, 83)
+    assert logits.dtype == np.float32
+    assert worst(model.logits(text[:40]), logits[:40]) < 1e-4
+
+
+def test_streamed_rounds_end_in_the_same_generation(model):
+    *_, last = model.stream(PROMPT, max_new_tokens=7, tree=SHAPE, every=1)
+    assert last.tokens == model.generate(PROMPT, max_new_tokens=7, tree=SHAPE).tokens
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"method": "medusa"}, ValueError, "method must be one of ar, dflash, ddtree, tfm"),
+        ({"prompt": []}, ValueError, "at least one token"),
+        ({"prompt": [1, 83]}, ValueError, r"0..82, got \[83\]"),
+        ({"prompt": [-1]}, ValueError, r"0..82, got \[-1\]"),
+        ({"prompt": [1.5]}, TypeError, "integers"),
+        ({"prompt": "text"}, ValueError, "no tokenizer"),
+        ({"max_new_tokens": -1}, ValueError, "not be negative, got -1"),
+        ({"max_new_tokens": 2.0}, TypeError, "integer"),
+        ({"max_new_tokens": 396}, ValueError, "5 prompt tokens and 396 new .* 401, .* 400"),
+        ({"end_tokens": range(9)}, ValueError, "at most 8 end tokens, got 9"),
+    ],
+)
+def test_bad_arguments_are_refused(model, arguments, error, message):
+    arguments = {"prompt": PROMPT, **arguments}
+    with pytest.raises(error, match=message):
+        model.generate(arguments.pop("prompt"), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"budget": 0}, "budget must be a positive integer, got 0"),
+        ({"budget": -3}, "budget must be a positive integer, got -3"),
+        ({"expand": 1.5}, "expand must be a positive integer"),
+        ({"pool": True}, "pool must be a positive integer"),
+    ],
+)
+def test_bad_trees_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        tfm_jax.TreeConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"min_p": -0.1},
+        {"seed": -1},
+        {"seed": 2**32},
+    ],
+)
+def test_bad_sampling_is_refused(settings):
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        tfm_jax.Sampling(**settings)
+
+
+def test_methods_need_their_networks(model):
+    alone = dataclasses.replace(model, trio=Trio(verifier=model.trio.verifier))
+    assert alone.methods == ("ar",)
+    with pytest.raises(ValueError, match="needs a drafter and a weaver"):
+        alone.generate(PROMPT)
+    with pytest.raises(ValueError, match="needs a drafter; none"):
+        alone.generate(PROMPT, method="dflash")
