@@ -88,9 +88,7 @@ def decode_all(
     tokens, rounds = np.asarray(state.tokens), np.asarray(state.rounds)
     accepted = np.asarray(state.accepted)
     return Outcome(
-        texts=[
-            tokens[i, len(p) : len(p) + new_tokens].tolist() for i, p in enumerate(prompts)
-        ],
+        texts=[tokens[i, len(p) : len(p) + new_tokens].tolist() for i, p in enumerate(prompts)],
         accepted=[accepted[i, : rounds[i]].tolist() for i in range(len(prompts))],
         seconds=seconds,
     )
@@ -169,7 +167,7 @@ def measure(
             "dtype": str(model.trio.verifier.dtype),
             "device": jax.devices()[0].device_kind,
             "jax": jax.__version__,
-            "commit": _commit(),
+            "commit": commit_id(),
             "prompts_per_domain": count,
             "new_tokens": new_tokens,
             "longest_prompt": longest_prompt,
@@ -191,7 +189,8 @@ def summarise(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         groups.setdefault(key, []).append(row["mean_accepted_length"])
     names = ("temperature", "shared_noise", "budget", "method")
     return [
-        {**dict(zip(names, key, strict=True)), "mean_accepted_length": round(float(np.mean(values)), 4)}
+        dict(zip(names, key, strict=True))
+        | {"mean_accepted_length": round(float(np.mean(values)), 4)}
         for key, values in groups.items()
     ]
 
@@ -201,7 +200,8 @@ def _settings(budgets: Iterable[int]) -> list[tuple[str, int]]:
     return [("ar", 1), ("dflash", 15), *trees]
 
 
-def _commit() -> str:
+def commit_id() -> str:
+    """Short hash of the checked-out commit."""
     run = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )

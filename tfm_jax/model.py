@@ -338,18 +338,15 @@ def load(path: str | Path = POCKET, *, dtype: str | None = None) -> Model:
     """
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    root = directory(path)
-    found = read_trio(root, dtype=dtype)
+    found = read_trio(directory(path), dtype=dtype)
     verifier, drafter, weaver = found.verifier, found.drafter, found.weaver
-    # A trio may keep its tokenizer beside its three networks instead of with the verifier.
-    tokenizer = found.tokenizer or root / "tokenizer.json"
     return Model(
         trio=Trio(
             verifier=build_verifier(verifier.config, verifier.params),
             drafter=build_drafter(drafter.config, drafter.params) if drafter else None,
             weaver=build_weaver(weaver.config, weaver.params) if weaver else None,
         ),
-        tokenizer=load_tokenizer(tokenizer) if tokenizer.is_file() else None,
+        tokenizer=load_tokenizer(found.tokenizer) if found.tokenizer else None,
         end_tokens=found.eos_token_ids,
     )
 

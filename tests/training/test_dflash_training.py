@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 
 from tfm_jax.decoding.state import Trio
-from tfm_jax.models.dflash import Drafter
 from tfm_jax.training.continuations import Continuations
 from tfm_jax.training.dflash import (
     DrafterRecipe,
@@ -190,30 +189,3 @@ def test_recipes_are_checked() -> None:
         DrafterRecipe(loss="l2")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="positive"):
         DrafterRecipe(anchors=0)
-
-
-def test_training_learns_the_texts(tiny_trio: Trio, capsys: pytest.CaptureFixture) -> None:
-    """Three periodic texts: whole blocks can be known from the anchor and the text before it."""
-    period = np.random.default_rng(0).integers(0, 80, (3, 10))
-    given = Continuations(
-        tokens=np.tile(period, 5).astype(np.uint16),
-        prompt=np.full((3,), 12, np.int32),
-        temperature=np.zeros((3,), np.float32),
-    )
-    config = tiny_trio.drafter.config
-    state = train_drafter(
-        config,
-        tiny_trio.verifier,
-        given,
-        OptimiserConfig(steps=150),
-        DrafterRecipe(rows=3, anchors=8),
-        log_every=150,
-    )
-    graph, _ = nnx.split(Drafter(config, rngs=nnx.Rngs(0)))
-    batch = given.batches(3, 0)(0)
-    recipe = DrafterRecipe(rows=3, anchors=30)
-    _, metrics = loss_of(
-        tiny_trio.verifier, fill(graph, state.params), batch, jax.random.key(5), recipe
-    )
-    assert float(metrics["length_greedy"]) > 7.5  # of 8
-    assert "dflash:" in capsys.readouterr().out

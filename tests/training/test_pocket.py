@@ -54,12 +54,12 @@ def small(settings: dict) -> dict:
         stage["seconds"] = None
     for name in ("verifier", "dflash", "weaver"):
         stages[name]["log_every"] = 10
-        stages[name]["optimiser"]["steps"] = 60
+        stages[name]["optimiser"]["steps"] = 40
     stages["verifier"] |= {"rows": 4, "length": 64}
-    stages["continuations"] |= {"rows": 16, "total": 64, "prompt": 12, "batches": 2}
+    stages["continuations"] |= {"rows": 16, "total": 64, "prompt": 12, "batches": 1}
     # All texts in every step, so that the losses of two steps compare.
-    stages["dflash"]["recipe"] |= {"rows": 32, "anchors": 4}
-    stages["weaver"]["recipe"] |= {"rows": 32, "anchors": 4}
+    stages["dflash"]["recipe"] |= {"rows": 16, "anchors": 4}
+    stages["weaver"]["recipe"] |= {"rows": 16, "anchors": 4}
     return settings
 
 
