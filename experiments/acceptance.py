@@ -116,9 +116,9 @@ def measure(
     budgets: Iterable[int] = (16, 32, 64, 128),
     temperatures: Iterable[float] = (0.0, 1.0),
     shared_noise: Iterable[bool] = (False, True),
-    count: int = 40,
+    count: int = 80,
     new_tokens: int = 128,
-    longest_prompt: int = 384,
+    longest_prompt: int = 256,
     domains: Iterable[str] = DOMAINS,
 ) -> dict[str, Any]:
     """Runs every setting; returns `{"setting", "rows"}`, one row per domain and setting.
@@ -168,7 +168,7 @@ def measure(
             "device": jax.devices()[0].device_kind,
             "jax": jax.__version__,
             "commit": commit_id(),
-            "prompts_per_domain": count,
+            "prompts": {d: len(load_prompts(model, d, count, longest_prompt)) for d in domains},
             "new_tokens": new_tokens,
             "longest_prompt": longest_prompt,
             "prompt_form": "plain continuation, no chat template; end tokens do not stop",
@@ -211,14 +211,21 @@ def commit_id() -> str:
 def main(
     model: str = "pocket",
     out: Path = Path("experiments/results/acceptance.json"),
-    count: int = 40,
+    count: int = 80,
     new_tokens: int = 128,
     budgets: tuple[int, ...] = (16, 32, 64, 128),
+    temperatures: tuple[float, ...] = (0.0, 1.0),
+    shared_noise: tuple[bool, ...] = (False, True),
     dtype: str | None = "float32",
 ) -> None:
     """Measures acceptance and writes it to `out`."""
     result = measure(
-        tfm_jax.load(model, dtype=dtype), budgets=budgets, count=count, new_tokens=new_tokens
+        tfm_jax.load(model, dtype=dtype),
+        budgets=budgets,
+        temperatures=temperatures,
+        shared_noise=shared_noise,
+        count=count,
+        new_tokens=new_tokens,
     )
     result["macro"] = summarise(result["rows"])
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Times the kernels against what a user could use instead, on the machine's GPU.
 
-    python experiments/kernels.py [--sweep] [--nodes 16 32 64 128] [--out DIR]
+    python -m experiments.kernels [--sweep] [--nodes 16 32 64 128] [--out DIR]
 
 Every candidate first passes a correctness gate on the timed inputs; its error is part of the
 table. `--sweep` times a list of kernel configurations instead of the default one. Without a GPU the
@@ -12,10 +12,8 @@ import concurrent.futures
 import dataclasses
 import functools
 import json
-import os
 import pathlib
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 
@@ -176,6 +174,8 @@ def time_gdn_tree(sizes: list[int], sweep: bool) -> list[dict]:
             print(f"{candidate.nodes:4} {candidate.name:44} not compiled in time", flush=True)
         except Exception as failure:
             print(f"{candidate.nodes:4} {candidate.name:44} {str(failure)[:90]}", flush=True)
+    # Nothing may compile while something is timed.
+    pool.shutdown(wait=True, cancel_futures=True)
     print(f"compiled in {time.perf_counter() - started:.0f} s", flush=True)
 
     overhead = {}
@@ -192,7 +192,6 @@ def time_gdn_tree(sizes: list[int], sweep: bool) -> list[dict]:
             flush=True,
         )
         record(rows[nodes], candidate, net, timing, error)
-    pool.shutdown(wait=False, cancel_futures=True)
     return list(rows.values())
 
 
@@ -246,5 +245,3 @@ def main(arguments: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
-    os._exit(0)  # a configuration still compiling would keep the process alive

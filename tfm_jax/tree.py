@@ -95,6 +95,7 @@ def topology(tree: Tree, conv_width: int) -> Topology:
         parents=tree.parent,
         depths=tree.depth,
         ancestors=gdn.ancestors | jnp.eye(rows, dtype=bool),
-        taps=jnp.stack(taps[::-1], axis=-1),
+        # Fused into every layer's gather, the chain above would be walked anew each time.
+        taps=jax.lax.optimization_barrier(jnp.stack(taps[::-1], axis=-1)),
         gdn=gdn,
     )

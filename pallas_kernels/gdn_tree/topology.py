@@ -54,5 +54,7 @@ def tree_topology(parents: jax.Array, valid: jax.Array | None = None) -> TreeTop
         landed = jump != NO_PARENT
         ancestors |= ancestors[jump] & landed[:, None]
         jump = jnp.where(landed, jump[jump], NO_PARENT)
+        # Fused into a consumer, a chain of gathers would be walked anew for every element.
+        ancestors, jump = jax.lax.optimization_barrier((ancestors, jump))
     depth = jnp.sum(ancestors, axis=1, dtype=jnp.int32) - 1
     return TreeTopology(ancestors=ancestors, depth=depth)

@@ -62,7 +62,7 @@ def test_updates_equal_muon_and_adamw_of_single_parameters() -> None:
     muon = optax.contrib.scale_by_muon(
         weight_dimension_numbers=lambda p: {k: optax.contrib.MuonDimensionNumbers(1, 0) for k in p}
     )
-    adam = optax.scale_by_adam(b2=0.99)
+    adam = optax.scale_by_adam(b2=0.99, nesterov=True)
     theirs = params()
     matrix = {k: muon.init({k: v}) for k, v in theirs.items() if k[0] in "abc"}
     other = {k: adam.init({k: v}) for k, v in theirs.items() if k[0] not in "abc"}

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import tyro
 
+from tfm_jax.cli.bench import bench
 from tfm_jax.cli.compare import compare
 from tfm_jax.cli.convert import convert
 from tfm_jax.cli.generate import generate
@@ -22,7 +23,10 @@ COMMANDS = {
     "verify": verify,
     "convert": convert,
     "info": info,
+    "bench": bench,
 }
+
+SUMMARY = "Lossless speculative decoding with trees from marginals (DFlash-TfM), in JAX."
 
 # Statuses; the last two are what a shell reports for a process ended by SIGINT and SIGPIPE.
 FAILED, INTERRUPTED, READER_GONE = 2, 130, 141
@@ -42,14 +46,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
     try:
-        status = tyro.extras.subcommand_cli_from_dict(
-            COMMANDS,
-            prog="tfm",
-            description=__package_summary,
-            args=arguments,
-            config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
-        )
-        sys.stdout.flush()
+        try:
+            status = tyro.extras.subcommand_cli_from_dict(
+                COMMANDS,
+                prog="tfm",
+                description=SUMMARY,
+                args=arguments,
+                config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
+            )
+        finally:
+            sys.stdout.flush()  # here, where a closed pipe is caught, also after --help
         return status or 0
     except BrokenPipeError:
         # What is still buffered must not fail once more when the process ends.
@@ -63,9 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {message}", file=sys.stderr)
         return FAILED
-
-
-__package_summary = "Lossless speculative decoding with trees from marginals (DFlash-TfM), in JAX."
 
 
 def _explain(error: Exception) -> str | None:

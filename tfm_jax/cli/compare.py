@@ -22,7 +22,7 @@ PLAIN = "ar"
 
 
 def compare(
-    prompts: tuple[str, ...] = (),
+    prompts: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PROMPT ...")] = (),
     /,
     *,
     prompts_file: Annotated[Path | None, tyro.conf.arg(name="prompts", metavar="FILE")] = None,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
 
 
 def convert(
-    src: Path,
-    dst: Path,
+    src: Annotated[Path, tyro.conf.arg(metavar="SRC")],
+    dst: Annotated[Path, tyro.conf.arg(metavar="DST")],
     /,
     drafter: Path | None = None,
     weaver: Path | None = None,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
 
 from tfm_jax.cli.options import DeviceOptions, Method, SamplingOptions, TreeOptions
 from tfm_jax.cli.output import print_json, progress, show
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def generate(
-    prompt: str,
+    prompt: Annotated[str, tyro.conf.arg(metavar="PROMPT")],
     /,
     *,
     model: str = "pocket",
@@ -95,9 +97,9 @@ def _round(model: Model, prompt: Prompt, request: dict[str, Any], number: int) -
 
 def _figures(stats: Stats) -> str:
     return (
-        f"{stats.emitted_tokens} tokens in {stats.rounds} rounds | "
-        f"mean accepted length {stats.mean_accepted_length:.2f} | "
-        f"{stats.tokens_per_second:.1f} tokens/s | prefill {stats.prefill_seconds:.2f} s"
+        f"{stats.emitted_tokens} tokens, {stats.rounds} rounds, "
+        f"mean accepted length {stats.mean_accepted_length:.2f}, "
+        f"{stats.tokens_per_second:.1f} tokens/s, prefill {stats.prefill_seconds:.2f} s"
     )
 
 

@@ -54,7 +54,7 @@ def _describe(model: str, dtype: str | None) -> dict[str, Any]:
             name: sum(math.prod(shape) for shape in parameter_shapes(part.config).values())
             for name, part in opened.parts().items()
         },
-        "vocabulary": {"rows": config.vocab_size, "tokens": _tokens(opened, directory(model))},
+        "vocabulary": {"rows": config.vocab_size, "tokens": _tokens(opened)},
         "limits": {
             "positions": config.max_position_embeddings,
             "draft_depth": _depth(opened),
@@ -93,13 +93,11 @@ def cache_bytes(opened: OpenedTrio, dtype: str) -> dict[str, int]:
     return {"per_token": per_token, "fixed": one - 256 * per_token}
 
 
-def _tokens(opened: OpenedTrio, root) -> int | None:
+def _tokens(opened: OpenedTrio) -> int | None:
     from tfm_jax.text import load_tokenizer
 
-    for folder in (opened.text_files, root):
-        if (folder / "tokenizer.json").is_file():
-            return load_tokenizer(folder).vocab_size
-    return None
+    file = opened.text_files / "tokenizer.json"
+    return load_tokenizer(file).vocab_size if file.is_file() else None
 
 
 def _depth(opened: OpenedTrio) -> int:

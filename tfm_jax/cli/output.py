@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 
 from rich.console import Console as RichConsole
 from rich.console import RenderableType
+from rich.status import Status
+from rich.table import Table
 
 
 class Console(RichConsole):
@@ -24,10 +26,12 @@ def print_json(value: dict[str, Any]) -> None:
 
 
 def show(*parts: RenderableType) -> None:
-    """Prints tables, trees and texts on standard output; strings are taken as they are."""
-    Console(highlight=False, markup=False, emoji=False).print(*parts, soft_wrap=False)
+    """Prints parts on standard output: tables fit the terminal, all other lines stay whole."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    for part in parts:
+        console.print(part, soft_wrap=not isinstance(part, Table))
 
 
-def progress(message: str):
+def progress(message: str) -> Status:
     """A spinner on standard error for as long as the block runs; nothing if it is no terminal."""
     return RichConsole(stderr=True).status(message)

@@ -11,10 +11,9 @@ from pathlib import Path
 Prompt = str | list[int]
 
 BUILT_IN: tuple[Prompt, ...] = (
-    'def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n',
-    "Anna has 3 boxes with 12 pencils in each box. She gives 8 pencils to her brother. "
-    "How many pencils does she have left?\n",
-    "Installation\n============\n\nBefore you can use the library, you need to",
+    "class Point:\n    def __init__(self, x, y):\n",
+    "Mia reads 12 pages every day. How many pages does she read in 2 weeks?\n",
+    "ROMEO.\n",
 )
 
 

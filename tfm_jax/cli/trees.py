@@ -57,20 +57,18 @@ def draw_tree(described: dict[str, Any]) -> Drawing:
             f"then {bonus['text']!r}"
         )
     )
-    branches = {None: root}
-    placed = {node["row"]: node for node in nodes}
-    waiting: list[int] = [0]
-    below: dict[int | None, list[int]] = {}
-    for node in nodes:
-        below.setdefault(node["parent"], []).append(node["row"])
-    while waiting:
-        row = waiting.pop()
-        node = placed[row]
-        branches[row] = branches[node["parent"]].add(_label(node))
-        children = sorted(below.get(row, []), key=lambda child: placed[child]["logprob"])
-        waiting += children
-        if row == bonus["after"]:
-            branches[row].add(Text(f"{bonus['text']!r} the verifier's own", ACCEPTED))
+    below: dict[int | None, list[dict[str, Any]]] = {}
+    for node in sorted(nodes, key=lambda node: -node["logprob"]):
+        below.setdefault(node["parent"], []).append(node)
+
+    def add(branch: Drawing, node: dict[str, Any]) -> None:
+        branch = branch.add(_label(node))
+        for child in below.get(node["row"], []):
+            add(branch, child)
+        if node["row"] == bonus["after"]:
+            branch.add(Text(f"{bonus['text']!r} the verifier's own", ACCEPTED))
+
+    add(root, nodes[0])
     return root
 
 

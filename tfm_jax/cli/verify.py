@@ -21,8 +21,8 @@ ROUNDING = {"float32": 1e-3, "bfloat16": 0.25}
 
 
 def verify(
-    model: str,
-    prompts: tuple[str, ...] = (),
+    model: Annotated[str, tyro.conf.arg(metavar="MODEL")],
+    prompts: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PROMPT ...")] = (),
     /,
     *,
     prompts_file: Annotated[Path | None, tyro.conf.arg(name="prompts", metavar="FILE")] = None,
@@ -127,10 +127,11 @@ def logit_gap(model: Model, text: list[int], pair: list[int | None]) -> float | 
 
     The top-2 gap if the pair are the two best tokens, more if not. None if a token is missing.
     """
-    logits = model.logits(text)[-1, : model.vocab_limit]
-    if None in pair:
+    tokens = [token for token in pair if token is not None]
+    if len(tokens) < len(pair):
         return None
-    return float(logits.max() - logits[pair].min())
+    logits = model.logits(text)[-1, : model.vocab_limit]
+    return float(logits.max() - logits[tokens].min())
 
 
 def _table(found: dict[str, list[dict[str, Any]]], prompts: int) -> Table:

@@ -37,7 +37,7 @@ from tfm_jax.training.weaver import WeaverRecipe, train_weaver
 
 STAGES = ("verifier", "continuations", "dflash", "weaver")
 CONFIG = Path(__file__).parents[2] / "configs" / "pocket.json"
-ASSETS = Path(__file__).parents[1] / "assets" / "pocket" / "verifier"
+ASSETS = Path(__file__).parents[1] / "assets" / "pocket" / "verifier" / "verifier"
 
 Config = TypeVar("Config")
 

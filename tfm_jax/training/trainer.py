@@ -109,9 +109,12 @@ def compute_copy(params: Params) -> Params:
 
 
 def make_optimiser(config: OptimiserConfig) -> optax.GradientTransformation:
-    """Muon for matrices and AdamW for the rest, at peak rates, behind a clip of the global norm."""
+    """Muon for matrices, AdamW with Nesterov momentum for the rest, at peak rates.
 
-    def numbers(packed: Params) -> dict[str, Any]:
+    Gradients pass a clip of their global norm first.
+    """
+
+    def numbers(packed: Any) -> Any:
         matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=2, output_axis=1)
         # Optax asks a second time with placeholders for parameters of the other kind.
         return {k: matrix if getattr(v, "ndim", 0) == 3 else None for k, v in packed.items()}
@@ -127,14 +130,14 @@ def make_optimiser(config: OptimiserConfig) -> optax.GradientTransformation:
         ),
     )
 
-    def update(
-        gradient: Params, state: optax.OptState, params: Params | None = None
-    ) -> tuple[Params, optax.OptState]:
-        assert params is not None
-        packed, state = inner.update(_pack(gradient), state, _pack(params))
+    def init(params: Any) -> optax.OptState:
+        return inner.init(_pack(params))
+
+    def update(updates: Any, state: optax.OptState, params: Any = None) -> tuple[Any, Any]:
+        packed, state = inner.update(_pack(updates), state, _pack(params))
         return _unpack(packed, params), state
 
-    return optax.GradientTransformation(lambda params: inner.init(_pack(params)), update)
+    return optax.GradientTransformation(init, update)
 
 
 def rate_share(config: OptimiserConfig, step: jax.Array, total: jax.Array) -> jax.Array:
@@ -152,7 +155,7 @@ def _pack(params: Params) -> Params:
     return packed
 
 
-def _unpack(packed: Params, like: Params) -> Params:
+def _unpack(packed: Any, like: Params) -> Params:
     params = {path: packed[path] for path in like if path in packed}
     for shape, paths in _shapes(like).items():
         params.update(zip(paths, packed["x".join(map(str, shape))], strict=True))
