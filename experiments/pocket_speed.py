@@ -29,7 +29,7 @@ def measure(dtype: str | None = None, new_tokens: int = 128, count: int = 2) -> 
     for method in model.methods:
         runs = [
             model.generate(
-                list(map(int, prompt)),
+                prompt,
                 max_new_tokens=new_tokens,
                 method=method,
                 tree=shape,

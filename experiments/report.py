@@ -6,7 +6,6 @@ python -m experiments.report
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ def acceptance_table(result: dict[str, Any]) -> str:
         values = [by_domain[d] for d in domains]
         shown = " | ".join(f"{v:.2f}" for v in values)
         mean = sum(values) / len(values)
-        lines.append(f"| {temperature:g} | {name} | {budget or 15} | {shown} | **{mean:.2f}** |")
+        lines.append(f"| {temperature:g} | {name} | {budget} | {shown} | **{mean:.2f}** |")
     same = all(row["identical"] for row in rows)
     prompts = setting["prompts"]
     lines += [
@@ -85,18 +84,18 @@ def kernel_table(result: dict[str, Any]) -> str:
         "| nodes | Pallas, us | XLA, us | per-branch recurrence, us | error of `out` |",
         "| --- | --- | --- | --- | --- |",
     ]
-    for row in result["ops"]["gdn_tree"]:
-        lines.append(
-            f"| {row['nodes']} | {row['pallas_us']:.1f} | {row['xla_us']:.1f} "
-            f"({row['xla_us'] / row['pallas_us']:.1f}x) | {row['per_branch_us']:.1f} "
-            f"({row['per_branch_us'] / row['pallas_us']:.1f}x) | {row['error']:.0e} |"
-        )
+    lines += [
+        f"| {row['nodes']} | {row['pallas_us']:.1f} | {row['xla_us']:.1f} "
+        f"({row['xla_us'] / row['pallas_us']:.1f}x) | {row['per_branch_us']:.1f} "
+        f"({row['per_branch_us'] / row['pallas_us']:.1f}x) | {row['error']:.0e} |"
+        for row in result["ops"]["gdn_tree"]
+    ]
     lines += [
         "",
         f"`gdn_tree_verify`, one layer of Qwen3.6-27B (16 key heads, 48 value heads, 128 x 128), "
         f"bfloat16 q, k, v, batch 1, trees of depth 15, one {result['device']}, jax "
-        f"{result['jax']}; median inside one jitted chain over inputs rotated past the cache; error: "
-        "Frobenius norm against float64. All three keep float32-grade accuracy.",
+        f"{result['jax']}; median inside one jitted chain over inputs rotated past the cache; "
+        "error: Frobenius norm against float64. All three keep float32-grade accuracy.",
     ]
     return "\n".join(lines)
 
@@ -116,10 +115,9 @@ def main() -> None:
         if not files:
             continue
         body = "\n\n".join(table(json.loads(file.read_text("utf-8"))) for file in files)
-        block = f"<!-- {name}:begin -->\n{body}\n<!-- {name}:end -->"
-        text = re.sub(
-            f"<!-- {name}:begin -->.*?<!-- {name}:end -->", lambda _: block, text, flags=re.S
-        )
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n{body}\n{end}{rest.split(end)[1]}"
     README.write_text(text, "utf-8")
 
 

@@ -233,7 +233,9 @@ class DrafterConfig:
         layers = _need(config, "num_hidden_layers")
         types = tuple(config.get("layer_types") or [FULL] * layers)
         if len(types) != layers:
-            raise ConfigError(f"layer_types has {len(types)} entries, num_hidden_layers is {layers}")
+            raise ConfigError(
+                f"layer_types has {len(types)} entries, num_hidden_layers is {layers}"
+            )
         causal = find("is_causal", find("causal"))
         return cls(
             **{name: _need(config, name) for name in _DRAFTER_SIZES},

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import numpy as np
 import pytest
 
@@ -32,6 +33,14 @@ class Result(NamedTuple):
     @property
     def json(self) -> dict:
         return json.loads(self.out)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """Programs of these tests run for milliseconds: optimising them takes longer than it saves."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(autouse=True)

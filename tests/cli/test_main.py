@@ -119,8 +119,11 @@ def failing(error: BaseException):
 
 
 def test_ctrl_c(run, monkeypatch):
+    last = []
+    monkeypatch.setattr("atexit.register", lambda *call: last.append(call))
     monkeypatch.setitem(cli.COMMANDS, "info", failing(KeyboardInterrupt()))
     assert run("info") == (130, "", "")
+    assert last == [(os._exit, 130)]
 
 
 @pytest.mark.parametrize(

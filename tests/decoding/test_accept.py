@@ -51,9 +51,7 @@ def test_walk_equals_the_oracle(fixtures, rule):
         cumulative = np.cumsum(p / p.sum(-1, keepdims=True), -1)
         targets = (cumulative > golden["uniforms"][..., None]).argmax(-1)
     for case, name in enumerate(golden["case_names"]):
-        tree = make_tree(
-            *(golden[key][case] for key in ("tokens", "parents", "depths", "valid"))
-        )
+        tree = make_tree(*(golden[key][case] for key in ("tokens", "parents", "depths", "valid")))
         got = walk(tree, jnp.asarray(targets[case]), limit=ANY, end_tokens=NO_END)
         count = int(golden[f"{rule}_count"][case])
         assert int(got.count) == count, name
@@ -99,7 +97,9 @@ def emitted_counts(tree: Tree, logits: np.ndarray, depth: int, draws: int):
 
     rows = np.asarray(outcome(jnp.arange(draws, dtype=jnp.uint32)))
     kinds, counts = np.unique(rows, axis=0, return_counts=True)
-    return {tuple(int(t) for t in kind if t >= 0): int(c) for kind, c in zip(kinds, counts, strict=True)}
+    return {
+        tuple(int(t) for t in kind if t >= 0): int(c) for kind, c in zip(kinds, counts, strict=True)
+    }
 
 
 def test_emitted_outcomes_follow_the_exact_distribution(fixtures):
@@ -139,7 +139,13 @@ def test_filters_equal_a_plain_reading_of_their_definition():
     rng = np.random.default_rng(5)
     logits = rng.normal(size=(6, 30)).astype(np.float32) * 2
     logits[0, 3] = logits[0, 7] = logits[0].max() + 1  # a tie at the top
-    for top_k, top_p, min_p in [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.7, 0.0), (4, 0.5, 0.1), (99, 1.0, 0.3)]:
+    for top_k, top_p, min_p in [
+        (0, 1.0, 0.0),
+        (5, 1.0, 0.0),
+        (0, 0.7, 0.0),
+        (4, 0.5, 0.1),
+        (99, 1.0, 0.3),
+    ]:
         settings = request(30, temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
         got = np.asarray(filter_logits(jnp.asarray(logits), settings)) > -np.inf
         for row in range(6):

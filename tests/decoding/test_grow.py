@@ -75,9 +75,7 @@ def test_ddtree_equals_its_own_rule(fixtures, name):
     ids = jnp.asarray(golden["pool_ids"])
     marginal = jnp.where(ids >= 0, golden["marginal_logp"], -jnp.inf)
     for row, budget in enumerate(golden["ddtree_budget"]):
-        tree = jax.jit(ddtree, static_argnums=3)(
-            golden["root_token"], ids, marginal, int(budget)
-        )
+        tree = jax.jit(ddtree, static_argnums=3)(golden["root_token"], ids, marginal, int(budget))
         assert_equal(tree, golden, "ddtree", row, int(budget))
 
 

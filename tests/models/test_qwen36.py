@@ -11,11 +11,11 @@ import pytest
 
 from tests.conftest import FIXTURES, worst
 from tfm_jax.checkpoints import build_verifier, read_trio
+from tfm_jax.config import Sampling, TreeConfig
 from tfm_jax.decoding.commit import advance
 from tfm_jax.decoding.generate import decode, rounds_limit, text_so_far
 from tfm_jax.decoding.prefill import prefill
 from tfm_jax.decoding.state import Trio, make_request
-from tfm_jax.config import Sampling, TreeConfig
 from tfm_jax.models.gated_delta import chunked_delta_rule, unit_length
 from tfm_jax.models.qwen36 import LinearCache, Verifier
 from tfm_jax.tree import Tree, topology
@@ -145,9 +145,7 @@ def test_tree_rows_equal_plain_passes_over_their_paths(verifier, golden, reorder
     trio, length = Trio(verifier=verifier), len(prefix) - 1
     state = prefill(trio, prefix, 64)
     run = jax.jit(functools.partial(Verifier.verify, taps=ALL_LAYERS))
-    hidden, pending = run(
-        verifier, tree.token, state.caches, jnp.int32(length), topology(tree, 4)
-    )
+    hidden, pending = run(verifier, tree.token, state.caches, jnp.int32(length), topology(tree, 4))
     logits = np.asarray(verifier.logits(hidden.final))[place]
     assert worst(logits[0], golden["tree/prefix_last_logits"]) < LOGITS
     assert worst(logits[1:], golden["tree/node_logits"]) < LOGITS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
 import sys
@@ -62,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_GONE
     except KeyboardInterrupt:
+        # A program may still run on the device: taking JAX down under it would crash.
+        atexit.register(os._exit, INTERRUPTED)
         return INTERRUPTED
     except (ValueError, TypeError, OSError, RuntimeError, MemoryError) as error:
         message = _explain(error)

@@ -66,6 +66,4 @@ def advance(
         chosen = rows[:, path].astype(kept.dtype)
         return jax.lax.dynamic_update_slice_in_dim(kept, chosen, length, axis=1)
 
-    return KVCache(
-        key=compact(cache.key, pending.key), value=compact(cache.value, pending.value)
-    )
+    return KVCache(key=compact(cache.key, pending.key), value=compact(cache.value, pending.value))

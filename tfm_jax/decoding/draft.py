@@ -65,9 +65,7 @@ def draft(trio: Trio, state: DecodeState, request: Request, pool: int) -> Draft:
     )
 
 
-def _shared_noise(
-    state: DecodeState, request: Request, ids: jax.Array, vocab: int
-) -> jax.Array:
+def _shared_noise(state: DecodeState, request: Request, ids: jax.Array, vocab: int) -> jax.Array:
     positions = state.length + 1 + jnp.arange(ids.shape[0])
 
     def shared() -> jax.Array:

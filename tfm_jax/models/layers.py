@@ -10,9 +10,7 @@ EXACT = jax.lax.Precision.HIGHEST
 MASKED = -1e30  # finite, so that a row with nothing to see gives zeros and no NaN
 
 
-def project(
-    x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype | None = None
-) -> jax.Array:
+def project(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
     """`x @ weight.T` in the dtype of `x`, exact where that is float32.
 
     Args:
@@ -141,7 +139,7 @@ def attend(
         jnp.where(visible[:, None, None, :], jnp.exp(s - top), 0.0)
         for s, (_, _, visible) in zip(scores, parts, strict=True)
     ]
-    total = sum(w.sum(axis=-1) for w in weights)[..., None]  # [T, G, R, 1]
+    total = jnp.sum(jnp.stack([w.sum(axis=-1) for w in weights]), axis=0)[..., None]  # [T, G, R, 1]
     mixed = sum(
         jnp.einsum(
             "tgrs,gsd->tgrd",

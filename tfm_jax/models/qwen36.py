@@ -122,9 +122,7 @@ class GatedDeltaNet(nnx.Module):
             jnp.log(jax.random.uniform(rngs.params(), (values,), minval=1.0, maxval=16.0))
         )
         steps = jnp.exp(
-            jax.random.uniform(
-                rngs.params(), (values,), minval=jnp.log(1e-3), maxval=jnp.log(1e-1)
-            )
+            jax.random.uniform(rngs.params(), (values,), minval=jnp.log(1e-3), maxval=jnp.log(1e-1))
         )
         self.dt_bias = nnx.Param(steps + jnp.log(-jnp.expm1(-steps)))
         self.norm = RMSNorm(config.linear_value_head_dim, config.rms_norm_eps, dtype=jnp.float32)
@@ -292,9 +290,7 @@ class DecoderLayer(nnx.Module):
             mixed, pending = self.linear_attn.verify(h, cache, topology)
         else:
             positions = length + topology.depths
-            mixed, pending = self.self_attn.attend(
-                h, positions, topology.ancestors, cache, length
-            )
+            mixed, pending = self.self_attn.attend(h, positions, topology.ancestors, cache, length)
         return self._finish(x + mixed), pending
 
     def forward(self, x: jax.Array) -> jax.Array:
@@ -330,15 +326,11 @@ class Verifier(nnx.Module):
     def __init__(
         self, config: VerifierConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32
     ) -> None:
-        self.embed_tokens = Embedding(
-            config.vocab_size, config.hidden_size, rngs=rngs, dtype=dtype
-        )
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, rngs=rngs, dtype=dtype)
         self.layers = nnx.List(
             [DecoderLayer(config, kind, rngs=rngs, dtype=dtype) for kind in config.layer_types]
         )
-        self.norm = RMSNorm(
-            config.hidden_size, config.rms_norm_eps, dtype=dtype, zero_centred=True
-        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, zero_centred=True)
         self.lm_head = (
             None
             if config.tie_word_embeddings
@@ -375,11 +367,13 @@ class Verifier(nnx.Module):
     ) -> tuple[Hidden, tuple[Cache, ...]]:
         """Appends the first `count` of T tokens at position `start` to the caches."""
         x = self.embed_tokens(tokens)
-        features, advanced = [], []
+        features: dict[int, jax.Array] = {}
+        advanced = []
         for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             x, cache = layer.prefill(x, cache, start, count)
             advanced.append(cache)
-            features.append(x if i in taps else None)
+            if i in taps:
+                features[i] = x
         return self._hidden(x, features, taps), tuple(advanced)
 
     def verify(
@@ -392,20 +386,23 @@ class Verifier(nnx.Module):
     ) -> tuple[Hidden, tuple[Pending, ...]]:
         """Runs the N tree tokens in one pass, each seeing the committed text and its path."""
         x = self.embed_tokens(tokens)
-        features, pending = [], []
+        features: dict[int, jax.Array] = {}
+        pending = []
         for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             x, update = layer.verify(x, cache, length, topology)
             pending.append(update)
-            features.append(x if i in taps else None)
+            if i in taps:
+                features[i] = x
         return self._hidden(x, features, taps), tuple(pending)
 
     def forward(self, tokens: jax.Array, taps: tuple[int, ...] = ()) -> Hidden:
         """Runs a whole text [T] without caches."""
         x = self.embed_tokens(tokens)
-        features = []
+        features: dict[int, jax.Array] = {}
         for i, layer in enumerate(self.layers):
             x = layer.forward(x)
-            features.append(x if i in taps else None)
+            if i in taps:
+                features[i] = x
         return self._hidden(x, features, taps)
 
     def logits(self, final: jax.Array) -> jax.Array:
@@ -413,7 +410,7 @@ class Verifier(nnx.Module):
         return project(final, self.output_rows, out_dtype=jnp.float32)
 
     def _hidden(
-        self, x: jax.Array, features: list[jax.Array | None], taps: tuple[int, ...]
+        self, x: jax.Array, features: dict[int, jax.Array], taps: tuple[int, ...]
     ) -> Hidden:
         tapped = [features[i] for i in taps] or [x[:, :0]]
         return Hidden(final=self.norm(x), features=jnp.concatenate(tapped, axis=-1))
