@@ -25,7 +25,7 @@ HARD_TEXTS = [
 ]
 
 
-SHIPPED = load_tokenizer(Path(tfm_jax.text.__file__).parent / "assets" / "pocket")
+SHIPPED = load_tokenizer(Path(tfm_jax.text.__file__).parent / "assets" / "pocket" / "verifier")
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from tfm_jax.decoding.generate import (
     text_so_far,
 )
 from tfm_jax.decoding.prefill import prefill, score
-from tfm_jax.decoding.round import METHODS, draft_depth, speculate
+from tfm_jax.decoding.round import METHODS, draft_depth, shape_for, speculate
 from tfm_jax.decoding.state import DecodeState, Request, Trio, make_request, networks_for
 from tfm_jax.text import StreamDecoder, Tokenizer, load_tokenizer
 from tfm_jax.tree import Tree
@@ -200,7 +200,7 @@ class Model:
         return _Run(
             trio=trio,
             method=method,
-            shape=tree or TreeConfig(),
+            shape=shape_for(method, tree or TreeConfig()),
             tokens=tokens,
             request=make_request(
                 sampling or Sampling(),

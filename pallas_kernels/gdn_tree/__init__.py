@@ -2,7 +2,11 @@
 
 from pallas_kernels.gdn_tree.commit import gdn_tree_commit, gdn_tree_commit_path
 from pallas_kernels.gdn_tree.topology import NO_PARENT, TreeTopology, tree_topology
-from pallas_kernels.gdn_tree.verify import GDNTreeResult, gdn_tree_verify
+from pallas_kernels.gdn_tree.verify import (
+    GDNTreeResult,
+    gdn_tree_verify,
+    implementation_for,
+)
 
 __all__ = [
     "NO_PARENT",
@@ -11,5 +15,6 @@ __all__ = [
     "gdn_tree_commit",
     "gdn_tree_commit_path",
     "gdn_tree_verify",
+    "implementation_for",
     "tree_topology",
 ]

@@ -68,9 +68,8 @@ def default_config(nodes: int, key_dim: int, value_dim: int) -> Config:
     )
 
 
-def unsupported(q: jax.Array, v: jax.Array, platform: str) -> str | None:
-    """Returns why the kernel cannot run on these arrays and this platform, None if it can."""
-    nodes = q.shape[0]
+def unsupported(nodes: int, platform: str) -> str | None:
+    """Returns why the kernel cannot run on this many nodes and this platform, None if it can."""
     if nodes > MAX_NODES:
         return f"at most {MAX_NODES} nodes are supported, got {nodes}"
     if platform == "cpu":

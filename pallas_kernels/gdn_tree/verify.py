@@ -78,27 +78,31 @@ def gdn_tree_verify(
 
     platform = jax.default_backend()
     if implementation == "auto":
-        implementation = _choose(platform, q, v)
+        implementation, reason = implementation_for(q.shape[0])
+        if reason:
+            _warn_once(reason)
     if implementation == "reference":
         result = reference.verify(q, k, v, g, beta, s0, parents, topology.valid)
     elif implementation == "xla":
         result = xla.verify(q, k, v, g, beta, s0, topology)
     else:
-        reason = pallas.unsupported(q, v, platform)
+        reason = pallas.unsupported(q.shape[0], platform)
         if reason:
             raise NotImplementedError(f"gdn_tree_verify as a Pallas kernel: {reason}")
         result = pallas.verify(q, k, v, g, beta, s0, topology, interpret=platform == "cpu")
     return GDNTreeResult(*result)
 
 
-def _choose(platform: str, q: jax.Array, v: jax.Array) -> Implementation:
+def implementation_for(nodes: int) -> tuple[Implementation, str | None]:
+    """What "auto" runs for trees of `nodes` rows on the default device.
+
+    Returns the implementation, and why it is not the kernel on an accelerator that has none.
+    """
+    platform = jax.default_backend()
     if platform == "cpu":
-        return "xla"
-    reason = pallas.unsupported(q, v, platform)
-    if reason:
-        _warn_once(reason)
-        return "xla"
-    return "pallas"
+        return "xla", None
+    reason = pallas.unsupported(nodes, platform)
+    return ("xla", reason) if reason else ("pallas", None)
 
 
 @functools.cache

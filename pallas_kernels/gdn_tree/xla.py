@@ -1,4 +1,4 @@
-"""All nodes at once as dense algebra and one triangular solve, for any backend.
+"""All nodes at once as dense algebra and one triangular inverse, for any backend.
 
 Unrolling the recurrence along every path turns it into (DFlash-TfM, arXiv 2607.06763, and
 tree-shaped WY forms)
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.gdn_tree.topology import TreeTopology
+from pallas_kernels.triangular import unit_lower_inverse
 
 _HIGHEST = lax.Precision.HIGHEST
 
@@ -48,7 +49,7 @@ def verify(
 
     x = jnp.tril(gram[:, 0], -1) * beta.T[:, :, None]
     rhs = beta.T[:, :, None] * (v.transpose(1, 0, 2) - read[:, 0])
-    u = lax.linalg.triangular_solve(x, rhs, left_side=True, lower=True, unit_diagonal=True)
+    u = jnp.einsum("hij,hjv->hiv", unit_lower_inverse(x), rhs, precision=_HIGHEST)
     out = read[:, 1] + jnp.einsum("hij,hjv->hiv", gram[:, 1], u, precision=_HIGHEST)
     return out.transpose(1, 0, 2), u.transpose(1, 0, 2), log_decay
 

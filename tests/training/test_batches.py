@@ -15,7 +15,7 @@ from tfm_jax.training.corpus import build_corpus, read_documents
 from tfm_jax.training.packages import Package
 from tfm_jax.training.sources import Source, chat
 
-SHIPPED = Path(batches.__file__).parents[1] / "assets" / "pocket"
+SHIPPED = Path(batches.__file__).parents[1] / "assets" / "pocket" / "verifier"
 STREAMS = {
     "code": np.arange(0, 3_000, dtype=np.uint16),
     "prose": np.arange(10_000, 12_001, dtype=np.uint16),

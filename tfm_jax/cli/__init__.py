@@ -15,7 +15,7 @@ from tfm_jax.cli.compare import compare
 from tfm_jax.cli.convert import convert
 from tfm_jax.cli.generate import generate
 from tfm_jax.cli.info import info
-from tfm_jax.cli.runtime import keep_compiled_programs, solve_on_one_thread
+from tfm_jax.cli.runtime import keep_compiled_programs
 from tfm_jax.cli.verify import verify
 
 COMMANDS = {
@@ -43,7 +43,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
       arguments: those of the process if not given.
     """
     keep_compiled_programs()
-    solve_on_one_thread()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
     try:

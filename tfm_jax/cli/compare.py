@@ -59,7 +59,7 @@ def compare(
     verifier = loaded.trio.verifier
     if json:
         setting = {
-            **run_setting(model, verifier.config, verifier.dtype, shape.budget + 1),
+            **run_setting(model, verifier.dtype, shape.budget + 1),
             "prompts": len(given),
             "max_new_tokens": max_new_tokens,
             "tree": vars(tree),

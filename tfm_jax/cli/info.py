@@ -48,8 +48,8 @@ def _describe(model: str, dtype: str | None) -> dict[str, Any]:
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     rows = TreeConfig.budget + 1
     return {
-        **run_setting(model, config, dtype, rows),
-        "kernels_because": kernel_path(config, rows)[1],
+        **run_setting(model, dtype, rows),
+        "kernels_because": kernel_path(rows)[1],
         "parameters": {
             name: sum(math.prod(shape) for shape in parameter_shapes(part.config).values())
             for name, part in opened.parts().items()

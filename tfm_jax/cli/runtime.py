@@ -21,15 +21,6 @@ def keep_compiled_programs() -> None:
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
-def solve_on_one_thread() -> None:
-    """Keeps the BLAS that JAX solves triangular systems with on a CPU to one thread.
-
-    The systems are small: handing them to other threads takes longer than solving them, and on a
-    busy machine a thousand times longer.
-    """
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-
-
 def limit_gpu_memory(fraction: float) -> None:
     """Lets JAX reserve this share of the GPU's memory at its start.
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfm_jax.config import VerifierConfig
-
 
 def device_setting() -> dict[str, str]:
     """Versions and the default device."""
@@ -21,28 +19,23 @@ def device_setting() -> dict[str, str]:
     }
 
 
-def kernel_path(config: VerifierConfig, rows: int) -> tuple[str, str]:
+def kernel_path(rows: int) -> tuple[str, str]:
     """The implementation that verifies a tree of `rows` rows on this device, and why."""
     import jax
-    import jax.numpy as jnp
 
-    from pallas_kernels.gdn_tree import pallas
+    from pallas_kernels.gdn_tree import implementation_for
 
-    platform = jax.default_backend()
-    if platform == "cpu":
-        return "xla", "this is a CPU"
-    heads = config.linear_num_key_heads, config.linear_num_value_heads
-    q = jax.ShapeDtypeStruct((rows, heads[0], config.linear_key_head_dim), jnp.float32)
-    v = jax.ShapeDtypeStruct((rows, heads[1], config.linear_value_head_dim), jnp.float32)
-    reason = pallas.unsupported(q, v, platform)  # type: ignore[arg-type]
-    return ("xla", reason) if reason else ("pallas", "this GPU has what the kernel needs")
+    implementation, reason = implementation_for(rows)
+    if reason is None:
+        reason = f"the default device is a {jax.default_backend().upper()}"
+    return implementation, reason
 
 
-def run_setting(model: str, verifier: VerifierConfig, dtype: Any, rows: int) -> dict[str, Any]:
+def run_setting(model: str, dtype: Any, rows: int) -> dict[str, Any]:
     """`device_setting`, and the model, its type and the kernel path for trees of `rows` rows."""
     return {
         "model": model,
         "dtype": str(dtype),
-        "kernels": kernel_path(verifier, rows)[0],
+        "kernels": kernel_path(rows)[0],
         **device_setting(),
     }

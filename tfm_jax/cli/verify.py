@@ -70,7 +70,7 @@ def verify(
                     for method, differences in found.items()
                 },
                 "setting": {
-                    **run_setting(model, verifier.config, verifier.dtype, shape.budget + 1),
+                    **run_setting(model, verifier.dtype, shape.budget + 1),
                     "prompts": len(given),
                     "max_new_tokens": max_new_tokens,
                     "tree": vars(tree),

@@ -63,7 +63,8 @@ class Stats:
       acceptance_by_depth: entry d - 1 is the share of rounds that accepted a node of depth d,
         among those that drafted one.
       mean_accepted_length: emitted tokens / rounds.
-      prefill_seconds, decode_seconds: wall time, compilation not included.
+      prefill_seconds: wall time, with the compilation of piece sizes not met before.
+      decode_seconds: wall time of the rounds, compilation not included.
       compile_seconds: wall time of tracing and compiling the loop, near zero when cached.
     """
 

@@ -57,6 +57,15 @@ def take(
     )
 
 
+def shape_for(method: str, shape: TreeConfig) -> TreeConfig:
+    """The shape with everything the method does not use at its default: one program for all."""
+    if method == "ar":
+        return TreeConfig()
+    if method == "tfm":
+        return shape
+    return TreeConfig(budget=shape.budget, pool=shape.pool)
+
+
 def draft_depth(trio: Trio, method: str) -> int:
     """Deepest node of the method's trees."""
     return 0 if method == "ar" else trio.depth

@@ -12,10 +12,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.triangular import unit_lower_inverse
 from tfm_jax.models.layers import EXACT
 
 CHUNK = 64
-_POWERS = 8  # the largest block inverted by a power series; longer series lose all accuracy
 
 
 def gates(
@@ -31,31 +31,6 @@ def unit_length(x: jax.Array) -> jax.Array:
     """`x / sqrt(sum(x^2) + 1e-6)` over the last axis, float32."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
-
-
-def unit_lower_inverse(strict: jax.Array) -> jax.Array:
-    """Inverse of `I + strict` for strictly lower triangular matrices of 2^n rows.
-
-    Blocks of eight are inverted by their (finite) power series, then merged pairwise:
-    [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]].
-
-    Args:
-      strict: [..., C, C] float32, zero on and above the diagonal.
-    """
-    size = strict.shape[-1]
-    if size <= _POWERS:
-        eye = jnp.eye(size, dtype=strict.dtype)
-        inverse, power = eye - strict, strict
-        for _ in range(2):
-            power = _product(power, power)
-            inverse = inverse + _product(inverse, power)
-        return inverse
-    half = size // 2
-    both = jnp.stack([strict[..., :half, :half], strict[..., half:, half:]])
-    first, second = unit_lower_inverse(both)
-    below = -_product(second, _product(strict[..., half:, :half], first))
-    top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-    return jnp.concatenate([top, jnp.concatenate([below, second], axis=-1)], axis=-2)
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
