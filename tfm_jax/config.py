@@ -364,13 +364,14 @@ class TreeConfig:
     Attributes:
       budget: drafted nodes, the root not counted (B in the paper).
       expand: frontier entries that become nodes at once (w); one Weaver call expands them all.
-      children: pool tokens offered by an expanded node.
+      children: pool tokens offered by an expanded node; 8 in the authors' code, which binds where
+        the target is uncertain.
       pool: candidates kept per future position (K); limited by the vocabulary.
     """
 
     budget: int = 64
     expand: int = 4
-    children: int = 8
+    children: int = 32
     pool: int = 512
 
     def __post_init__(self) -> None:
@@ -391,8 +392,8 @@ class Sampling:
       min_p: keep tokens at least this share as probable as the best one.
       seed: the noise of a position depends on the seed and the position alone, so every
         method emits the same text for the same seed.
-      shared_noise: let the draft tree be grown under the noise that will choose the target's
-        tokens. The output is unchanged; more of it is drafted correctly.
+      shared_noise: above temperature 0, grow the draft tree under the noise that will choose the
+        target's tokens. The output is unchanged; more of it is drafted correctly.
     """
 
     temperature: float = 0.0
@@ -400,7 +401,7 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
-    shared_noise: bool = False
+    shared_noise: bool = True
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):

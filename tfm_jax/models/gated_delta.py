@@ -1,10 +1,11 @@
 """The gated delta rule over a sequence, in chunks, for prefill and training.
 
-Per value head with state S [DK, DV], all float32 (tfm_method.md is cited as "method"):
+Per value head with state S [DK, DV], all float32 (gated delta networks, arXiv 2412.06464):
 
     S <- exp(g) S;   u = beta (v - k^T S);   S <- S + k u^T;   out = q^T S
 
-Inside a chunk the u of all rows come from one unit lower triangular solve (method, eq. 2).
+Inside a chunk the u of all rows come from one unit lower triangular system, the chain form of
+the tree system in `pallas_kernels.gdn_tree`.
 """
 
 from __future__ import annotations

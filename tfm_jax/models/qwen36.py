@@ -102,7 +102,7 @@ class DepthwiseConv(nnx.Module):
 
 
 class GatedDeltaNet(nnx.Module):
-    """Linear attention by the gated delta rule (qwen36.md, section 5)."""
+    """Linear attention by the gated delta rule (the `linear_attention` mixer of Qwen3.5/3.6)."""
 
     def __init__(self, config: VerifierConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
         hidden, values = config.hidden_size, config.linear_num_value_heads
