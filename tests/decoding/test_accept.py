@@ -161,6 +161,28 @@ def test_filters_equal_a_plain_reading_of_their_definition():
             assert set(np.flatnonzero(got[row])) == set(kept), (top_k, top_p, min_p, row)
 
 
+def test_chains_and_filters_equal_the_dflash_package(fixtures):
+    """24 blocks of 7 drafted tokens: greedy acceptance, and the filtered target distributions."""
+    golden = np.load(fixtures / "dflash_tiny" / "acceptance.npz")
+    for case in range(24):
+        tree = spine([0, *golden["greedy_draft"][case].tolist()])
+        targets = jnp.asarray(golden["target_logits"][case].argmax(-1))
+        got = walk(tree, targets, limit=ANY, end_tokens=NO_END)
+        assert int(got.count) - 1 == int(golden["greedy_accepted"][case])
+        assert int(got.bonus) == int(golden["greedy_bonus"][case])
+
+        temperature = float(golden["temperature"][case])
+        settings = request(
+            40,
+            temperature=temperature,
+            top_k=int(golden["top_k"][case]),
+            top_p=float(golden["top_p"][case]),
+        )
+        scaled = jnp.asarray(golden["target_logits"][case], jnp.float32) / temperature
+        filtered = jax.nn.softmax(filter_logits(scaled, settings), axis=-1)
+        np.testing.assert_allclose(filtered, golden["target_probs"][case], atol=2e-6)
+
+
 def test_greedy_takes_the_lowest_of_tied_ids_and_never_padding():
     logits = jnp.asarray([[1.0, 5.0, 5.0, 9.0], [2.0, 2.0, 2.0, 7.0]])
     got = choose(logits, jnp.zeros(2, jnp.int32), jnp.arange(1), request(3))
