@@ -89,7 +89,7 @@ def measure(
                     {
                         "domain": domain,
                         "temperature": sampling.temperature,
-                        "shared_noise": sampling.shared_noise,
+                        "shared_noise": sampling.shared_noise and sampling.temperature > 0,
                         "budget": budget,
                         "method": method,
                         "mean_accepted_length": round(emitted / rounds, 4),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -45,6 +46,7 @@ def accept(
       limit: int32 scalar >= 1, tokens that may still be emitted.
       end_tokens: [E] int32; one of these is always the last token.
     """
+    chex.assert_shape(targets, (tree.rows,))
     rows = jnp.arange(tree.rows)
     above = jnp.maximum(tree.parent, ROOT)
     ends = (tree.token[:, None] == end_tokens).any(axis=-1)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -70,6 +71,7 @@ def grow(
     Returns:
       A tree of `config.budget + 1` rows.
     """
+    chex.assert_rank(ids, 2)
     depth_limit, pool = ids.shape
     width, rows = config.expand, slots(config)
     rounds = (rows - 1) // width
@@ -204,6 +206,7 @@ def chain(root: jax.Array, ids: jax.Array, logprobs: jax.Array, budget: int) -> 
       ids, logprobs: [D, K].
       budget: nodes, at most D are used.
     """
+    chex.assert_equal_shape([ids, logprobs])
     nodes = min(budget, ids.shape[0])
     rank = jnp.argmax(logprobs[:nodes], axis=-1).astype(jnp.int32)  # [nodes]
     step = jnp.take_along_axis(logprobs[:nodes], rank[:, None], axis=-1)[:, 0]
@@ -233,6 +236,7 @@ def ddtree(root: jax.Array, ids: jax.Array, logprobs: jax.Array, budget: int) ->
       ids, logprobs: [D, K]; any number of children is allowed.
       budget: nodes.
     """
+    chex.assert_equal_shape([ids, logprobs])
     depth_limit, pool = ids.shape
     if pool >= 1 << _RANK_BITS:
         raise ValueError(f"pools hold at most {(1 << _RANK_BITS) - 1} candidates, got {pool}")

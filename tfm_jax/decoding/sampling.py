@@ -6,6 +6,7 @@ function of the seed: drafting can change how fast it appears, never what it say
 
 from __future__ import annotations
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -40,6 +41,7 @@ def choose(
       depths: [N] int32, row of `positions` that the row's token will stand at.
       positions: [P] int32, distinct positions.
     """
+    chex.assert_shape(depths, logits.shape[:1])
     logits = hide_padding(logits, request.vocab_limit)
 
     def draw() -> jax.Array:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -385,6 +386,7 @@ class Verifier(nnx.Module):
         taps: tuple[int, ...] = (),
     ) -> tuple[Hidden, tuple[Pending, ...]]:
         """Runs the N tree tokens in one pass, each seeing the committed text and its path."""
+        chex.assert_shape(topology.ancestors, (tokens.size, tokens.size))
         x = self.embed_tokens(tokens)
         features: dict[int, jax.Array] = {}
         pending = []
