@@ -1,8 +1,11 @@
-"""python scripts/convert_weights.py SRC DST [--drafter DIR] [--weaver PATH] [--dtype bfloat16]"""
+"""python scripts/convert_weights.py SRC DST [--drafter DIR] [--weaver PATH] [--dtype bfloat16]
 
-import tyro
+The same as `tfm convert`.
+"""
 
-from tfm_jax.checkpoints.command import convert_command
+import sys
+
+from tfm_jax.cli import main
 
 if __name__ == "__main__":
-    tyro.cli(convert_command)
+    sys.exit(main(["convert", *sys.argv[1:]]))

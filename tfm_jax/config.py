@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import numbers
+import operator
 from collections.abc import Mapping
 from typing import Any, Literal
 
 LINEAR = "linear_attention"
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+MAX_POOL = 2**15 - 1  # two ranks share a sort key when trees are put in order
 
 
 class ConfigError(ValueError):
@@ -376,9 +378,14 @@ class TreeConfig:
 
     def __post_init__(self) -> None:
         for name in ("budget", "expand", "children", "pool"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"TreeConfig.{name} must be a positive integer, got {value!r}")
+            value = as_int(getattr(self, name))
+            if value is None or value < 1:
+                raise ConfigError(
+                    f"TreeConfig.{name} must be a positive integer, got {getattr(self, name)!r}"
+                )
+            object.__setattr__(self, name, value)
+        if self.pool > MAX_POOL:
+            raise ConfigError(f"TreeConfig.pool must be at most {MAX_POOL}, got {self.pool}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -404,18 +411,24 @@ class Sampling:
     shared_noise: bool = True
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ConfigError(
-                f"temperature must be finite and not negative, got {self.temperature}"
-            )
-        if not isinstance(self.top_k, int) or self.top_k < 0:
-            raise ConfigError(f"top_k must be a non-negative integer, got {self.top_k!r}")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p must lie in (0, 1], got {self.top_p}")
-        if not 0 <= self.min_p <= 1:
-            raise ConfigError(f"min_p must lie in [0, 1], got {self.min_p}")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
-            raise ConfigError(f"seed must be an integer in 0..2^32 - 1, got {self.seed!r}")
+        for name, allowed, holds in (
+            ("temperature", "be finite and not negative, at most 1e6", lambda x: 0 <= x <= 1e6),
+            ("top_p", "lie in (0, 1]", lambda x: 0 < x <= 1),
+            ("min_p", "lie in [0, 1]", lambda x: 0 <= x <= 1),
+        ):
+            value = getattr(self, name)
+            number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+            if not number or not holds(value):
+                raise ConfigError(f"{name} must {allowed}, got {value!r}")
+        for name, high in (("top_k", 2**31 - 1), ("seed", 2**32 - 1)):
+            value = as_int(getattr(self, name))
+            if value is None or not 0 <= value <= high:
+                raise ConfigError(
+                    f"{name} must be an integer in 0..{high}, got {getattr(self, name)!r}"
+                )
+            object.__setattr__(self, name, value)
+        if not isinstance(self.shared_noise, bool):
+            raise ConfigError(f"shared_noise must be true or false, got {self.shared_noise!r}")
 
 
 def _need(config: Mapping[str, Any], name: str) -> Any:
@@ -434,6 +447,16 @@ def _refuse(config: Mapping[str, Any], name: str, supported: Any) -> None:
 def _check_divides(name: str, whole: int, part: int) -> None:
     if part < 1 or whole % part:
         raise ConfigError(f"{name} = {whole} is not a multiple of {part}")
+
+
+def as_int(value: Any) -> int | None:
+    """A Python, NumPy or JAX integer as an int; None for anything else, booleans included."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def _as_ids(value: Any) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from tfm_jax.checkpoints import build_drafter, build_verifier, build_weaver, read_trio
-from tfm_jax.config import Sampling, TreeConfig
+from tfm_jax.config import Sampling, TreeConfig, as_int
 from tfm_jax.decoding.accept import Acceptance
 from tfm_jax.decoding.generate import (
     Stats,
@@ -119,10 +119,11 @@ class Model:
 
         The pieces joined are the text of the generation; no piece breaks a character.
         """
-        if every < 1:
-            raise ValueError(f"every must be a positive number of rounds, got {every}")
+        rounds = as_int(every)
+        if rounds is None or not 1 <= rounds < 2**20:
+            raise ValueError(f"every must be a positive number of rounds, got {every!r}")
         run = self._prepare(prompt, max_new_tokens, method, tree, sampling, end_tokens)
-        return run.stream(self, every)
+        return run.stream(self, rounds)
 
     def rounds(
         self,
@@ -141,6 +142,7 @@ class Model:
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Plain forward pass: logits [T, vocabulary rows] float32 after each of T tokens."""
         tokens = self._ids(token_ids)
+        self._check_length(len(tokens), 0)
         capacity = bucket(len(tokens) + 1, len(tokens), 0)
         return score(networks_for(self.trio, "ar"), tokens, capacity)
 
@@ -162,17 +164,37 @@ class Model:
         return "" if self.tokenizer is None else self.tokenizer.decode(tokens)
 
     def _ids(self, tokens: Sequence[int]) -> np.ndarray:
-        ids = np.asarray(tokens)
-        if ids.ndim != 1 or ids.size == 0:
-            raise ValueError(f"a prompt needs at least one token, got an array {ids.shape}")
+        try:
+            ids = np.asarray(tokens)
+        except ValueError as error:
+            raise TypeError(f"token ids must be a flat list of integers: {error}") from None
+        if ids.ndim != 1:
+            raise TypeError(f"a prompt is text or a list of token ids, got {type(tokens).__name__}")
+        if ids.size == 0:
+            raise ValueError("a prompt needs at least one token, this one is empty")
         if not np.issubdtype(ids.dtype, np.integer):
-            raise TypeError(f"token ids must be integers, got {ids.dtype}")
+            raise TypeError(f"token ids must be integers of at most 64 bits, got {ids.dtype}")
         outside = ids[(ids < 0) | (ids >= self.vocab_limit)]
         if outside.size:
             raise ValueError(
                 f"token ids must lie in 0..{self.vocab_limit - 1}, got {outside[:5].tolist()}"
             )
         return ids.astype(np.int32)
+
+    def _ends(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        try:
+            given = list(tokens)
+        except TypeError:
+            raise TypeError(f"end_tokens must be a list of token ids, got {tokens!r}") from None
+        return tuple(dict.fromkeys(self._ids(given).tolist())) if given else ()
+
+    def _check_length(self, prompt: int, new: int) -> None:
+        limit = self.trio.verifier.config.max_position_embeddings
+        if prompt + new > limit:
+            raise ValueError(
+                f"{prompt} prompt tokens and {new} new ones make {prompt + new}, "
+                f"but the model's limit is {limit} positions"
+            )
 
     def _prepare(
         self,
@@ -184,33 +206,34 @@ class Model:
         end_tokens: Sequence[int] | None,
     ) -> _Run:
         trio = networks_for(self.trio, method)
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int):
+        new = as_int(max_new_tokens)
+        if new is None:
             raise TypeError(f"max_new_tokens must be an integer, got {max_new_tokens!r}")
-        if max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens must not be negative, got {max_new_tokens}")
+        if new < 0:
+            raise ValueError(f"max_new_tokens must not be negative, got {new}")
+        tree = TreeConfig() if tree is None else tree
+        sampling = Sampling() if sampling is None else sampling
+        for name, value, kind in (("tree", tree, TreeConfig), ("sampling", sampling, Sampling)):
+            if not isinstance(value, kind):
+                raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")
         tokens = self.encode(prompt)
-        limit = trio.verifier.config.max_position_embeddings
-        total = len(tokens) + max_new_tokens
-        if total > limit:
-            raise ValueError(
-                f"{len(tokens)} prompt tokens and {max_new_tokens} new ones make {total}, "
-                f"but the model's limit is {limit} positions"
-            )
-        ends = self.end_tokens if end_tokens is None else tuple(end_tokens)
+        self._check_length(len(tokens), new)
+        total = len(tokens) + new
+        ends = self.end_tokens if end_tokens is None else self._ends(end_tokens)
         return _Run(
             trio=trio,
             method=method,
-            shape=shape_for(method, tree or TreeConfig()),
+            shape=shape_for(method, tree),
             tokens=tokens,
             request=make_request(
-                sampling or Sampling(),
+                sampling,
                 end_tokens=ends,
                 vocab_limit=self.vocab_limit,
                 total=total,
             ),
             capacity=bucket(len(tokens), total, draft_depth(trio, method)),
             ends=ends,
-            empty=max_new_tokens == 0,
+            empty=new == 0,
         )
 
 

@@ -28,11 +28,13 @@ def gdn_tree_commit(
       node: row of the last accepted node; may be traced.
 
     Raises:
-      ValueError: shapes that do not belong together.
+      TypeError: a float argument of another type.
+      ValueError: shapes that do not belong together, or a node that is no row.
     """
     _check(s0, k, u, log_decay)
     if parents.shape != k.shape[:1]:
         raise ValueError(f"parents must be [N] = {k.shape[:1]}, got {parents.shape}")
+    _check_range("node", node, 0, k.shape[0] - 1)
     on_path = tree_topology(parents).ancestors[node]
     return _fold(s0, k, u, log_decay, on_path, log_decay[node])
 
@@ -60,6 +62,7 @@ def gdn_tree_commit_path(
     _check(s0, k, u, log_decay)
     if path.ndim != 1:
         raise ValueError(f"path must be [P], got {path.shape}")
+    _check_range("count", count, 1, path.shape[0])
     on_path = jnp.arange(path.shape[0], dtype=jnp.int32) < count
     rows = jnp.where(on_path, path, path[0])
     last = log_decay[rows[count - 1]]
@@ -87,7 +90,19 @@ def _fold(
     return jnp.exp(last)[:, None, None] * s0 + added
 
 
+def _check_range(name: str, value: jax.Array | int, low: int, high: int) -> None:
+    if jnp.shape(value) != ():
+        raise ValueError(f"{name} must be a scalar, got shape {jnp.shape(value)}")
+    if not isinstance(value, jax.core.Tracer) and not low <= int(value) <= high:
+        raise ValueError(f"{name} must lie in {low}..{high}, got {value}")
+
+
 def _check(s0: jax.Array, k: jax.Array, u: jax.Array, log_decay: jax.Array) -> None:
+    for name, x in (("s0", s0), ("u", u), ("log_decay", log_decay)):
+        if x.dtype != jnp.float32:
+            raise TypeError(f"{name} must be float32, got {x.dtype}")
+    if u.ndim != 3 or 0 in u.shape or 0 in k.shape:
+        raise ValueError(f"u must be [N, HV, DV] and no axis empty, got u {u.shape}, k {k.shape}")
     nodes, value_heads, value_dim = u.shape
     if s0.ndim != 3 or s0.shape[0] != value_heads or s0.shape[2] != value_dim:
         raise ValueError(f"s0 must be [HV, DK, DV] for u {u.shape}, got {s0.shape}")

@@ -30,6 +30,7 @@ def verify(
         keep = valid.reshape((nodes,) + (1,) * (x.ndim - 1))
         return jnp.where(keep, x.astype(dtype), jnp.zeros((), dtype))
 
+    parents = jnp.where(valid, parents.astype(jnp.int32), -1)
     q = jnp.repeat(clean(q), group, axis=1)  # [N, HV, DK]
     k = jnp.repeat(clean(k), group, axis=1)
     v, g, beta = clean(v), clean(g), clean(beta)

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 NO_PARENT = -1
 
@@ -32,11 +33,12 @@ def tree_topology(parents: jax.Array, valid: jax.Array | None = None) -> TreeTop
     """Returns the topology of the tree given by parent rows.
 
     Args:
-      parents: int32 [N]; `parents[i] < i`, -1 at the root and on padding rows. May be traced.
+      parents: int32 [N]; `parents[i] < i`, -1 at the root and on padding rows; the parent of a
+        node is a node. Checked unless traced.
       valid: bool [N]; False marks padding rows, which may sit anywhere. All rows by default.
 
     Raises:
-      ValueError: `parents` is not a vector of integers, or `valid` has another shape.
+      ValueError: `parents` is not a vector of integers or no tree, or `valid` has another shape.
     """
     parents = jnp.asarray(parents)
     if parents.ndim != 1 or not jnp.issubdtype(parents.dtype, jnp.integer):
@@ -46,6 +48,7 @@ def tree_topology(parents: jax.Array, valid: jax.Array | None = None) -> TreeTop
     valid = jnp.asarray(valid, jnp.bool_)
     if valid.shape != parents.shape:
         raise ValueError(f"valid must have the shape of parents {parents.shape}, got {valid.shape}")
+    _check_order(parents, valid)
     nodes = parents.shape[0]
     # Each step doubles the distance covered, so log2(N) gathers reach every ancestor.
     ancestors = jnp.eye(nodes, dtype=jnp.bool_) & valid[:, None]
@@ -58,3 +61,18 @@ def tree_topology(parents: jax.Array, valid: jax.Array | None = None) -> TreeTop
         ancestors, jump = jax.lax.optimization_barrier((ancestors, jump))
     depth = jnp.sum(ancestors, axis=1, dtype=jnp.int32) - 1
     return TreeTopology(ancestors=ancestors, depth=depth)
+
+
+def _check_order(parents: jax.Array, valid: jax.Array) -> None:
+    if isinstance(parents, jax.core.Tracer) or isinstance(valid, jax.core.Tracer):
+        return
+    above, node = np.asarray(parents), np.asarray(valid)
+    rows = np.arange(above.size)
+    astray = rows[node & ((above < NO_PARENT) | (above >= rows))]
+    if astray.size:
+        row = int(astray[0])
+        raise ValueError(f"parents[i] must lie in -1..i-1, got parents[{row}] = {above[row]}")
+    orphans = rows[node & (above >= 0) & ~node[np.maximum(above, 0)]]
+    if orphans.size:
+        row = int(orphans[0])
+        raise ValueError(f"the parent of node {row} is row {above[row]}, which is padding")

@@ -82,6 +82,7 @@ def gdn_tree_verify(
         if reason:
             _warn_once(reason)
     if implementation == "reference":
+        parents = jnp.asarray(parents, jnp.int32)
         result = reference.verify(q, k, v, g, beta, s0, parents, topology.valid)
     elif implementation == "xla":
         result = xla.verify(q, k, v, g, beta, s0, topology)
@@ -119,6 +120,10 @@ def _check(
     s0: jax.Array,
     parents: jax.Array,
 ) -> None:
+    named = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "s0": s0, "parents": parents}
+    for name, x in named.items():
+        if not hasattr(x, "dtype"):
+            raise TypeError(f"{name} must be an array, got {type(x).__name__}")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 3:
             raise ValueError(f"{name} must have three axes, [N, heads, size], got {x.shape}")
@@ -127,8 +132,8 @@ def _check(
     for name, x in (("g", g), ("beta", beta), ("s0", s0)):
         if x.dtype != jnp.float32:
             raise TypeError(f"{name} must be float32, got {x.dtype}")
-    if not jnp.issubdtype(parents.dtype, jnp.integer):
-        raise TypeError(f"parents must be integers, got {parents.dtype}")
+    if parents.dtype not in (jnp.int32, jnp.int64):
+        raise TypeError(f"parents must be int32, got {parents.dtype}")
     nodes, key_heads, key_dim = k.shape
     value_heads, value_dim = v.shape[1:]
     if 0 in k.shape or 0 in v.shape:

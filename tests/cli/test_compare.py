@@ -163,7 +163,7 @@ def test_a_converted_trio_gives_the_same(run, trio_dir, tmp_path):
     assert f"written  {target}" in result.out
     refused = run("convert", str(trio_dir), str(target))
     assert (refused.status, refused.out) == (2, "")
-    assert "exists; pass overwrite" in refused.err
+    assert "exists; overwrite (--overwrite)" in refused.err
     one, two = (
         run("generate", "a", "--model", str(path), *SIZE, "--json").json["tokens"]
         for path in (trio_dir, target)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 import os
 import subprocess
@@ -15,7 +14,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tfm_jax import cli
-from tfm_jax.checkpoints.command import convert_command
 from tfm_jax.cli.options import Method, SamplingOptions, TreeOptions
 from tfm_jax.cli.runtime import keep_compiled_programs, limit_gpu_memory
 from tfm_jax.config import Sampling, TreeConfig
@@ -62,10 +60,6 @@ def test_options_are_those_of_the_library():
         assert options().config() == config()
         names = [field.name for field in dataclasses.fields(config)]
         assert [field.name for field in dataclasses.fields(options)] == names
-    ours, theirs = inspect.signature(cli.convert), inspect.signature(convert_command)
-    assert list(ours.parameters) == list(theirs.parameters)
-    for name, parameter in theirs.parameters.items():
-        assert ours.parameters[name].default == parameter.default
 
 
 def test_bench_passes_its_options_on(run, monkeypatch, tmp_path):
@@ -268,4 +262,6 @@ def test_damaged_models_are_refused(run, damaged, damage, message):
 def test_a_model_that_is_not_there(run, tmp_path):
     for command in (["generate", "x", "--model"], ["info", "--model"], ["verify"]):
         status, _, err = run(*command, str(tmp_path / "none"))
-        assert (status, err) == (2, f"error: {tmp_path / 'none'}: no such directory\n")
+        assert status == 2
+        assert err.startswith(f"error: {tmp_path / 'none'}: no such directory; ")
+        assert err.count("\n") == 1

@@ -307,7 +307,7 @@ def test_too_many_nodes():
     [
         ({"q": np.zeros((4, 2, 16), np.float16)}, TypeError, "q must be float32 or bfloat16"),
         ({"g": np.zeros((4, 4), np.int32)}, TypeError, "g must be float32, got int32"),
-        ({"parents": np.zeros(4, np.float32)}, TypeError, "parents must be integers"),
+        ({"parents": np.zeros(4, np.float32)}, TypeError, "parents must be int32"),
         ({"v": np.zeros((4, 3, 16), np.float32)}, ValueError, "3 value heads cannot share 2"),
         ({"beta": np.zeros((4, 2), np.float32)}, ValueError, r"beta must be \(4, 4\)"),
         ({"s0": np.zeros((4, 16, 8), np.float32)}, ValueError, r"s0 must be \(4, 16, 16\)"),
@@ -351,3 +351,42 @@ def test_lowers_for_hopper(spec):
 def test_baseline_lowers_for_hopper():
     *args, _ = make_inputs(REAL[1]).arguments(jnp.bfloat16)
     assert "xla.gpu.triton" in lower_for_hopper(per_branch.verify, *args).as_text()
+
+
+@pytest.mark.parametrize(
+    ("parents", "valid", "message"),
+    [
+        ([-1, 2, 0, 1], None, r"parents\[1\] = 2"),
+        ([-1, 1, 0, 0], None, r"parents\[1\] = 1"),
+        ([0, 0, 1, 2], None, r"parents\[0\] = 0"),
+        ([-1, 0, 99, 1], None, r"parents\[2\] = 99"),
+        ([-1, 0, 1, 2], [True, True, False, True], "parent of node 3 is row 2, which is padding"),
+    ],
+)
+def test_what_is_no_tree_is_refused(parents, valid, message):
+    valid = None if valid is None else jnp.asarray(valid)
+    with pytest.raises(ValueError, match=message):
+        tree_topology(jnp.asarray(parents, jnp.int32), valid)
+
+
+def test_a_decay_of_minus_infinity_forgets_everything():
+    inputs = make_inputs(Spec(name="forget", nodes=9, tree="spine", max_depth=8))
+    q, k, v, g, beta, s0, parents, _ = inputs.arguments(jnp.float32)
+    g = jnp.asarray(g).at[4].set(-jnp.inf)
+    args = (q, k, v, g, beta, s0, parents)
+    expected = gdn_tree_verify(*args, implementation="reference")
+    for implementation in ("xla", "pallas"):
+        got = gdn_tree_verify(*args, implementation=implementation)
+        np.testing.assert_allclose(got.out, expected.out, atol=2e-6)
+        np.testing.assert_allclose(got.u, expected.u, atol=2e-6)
+
+
+def test_commit_refuses_what_is_no_row():
+    s0, k, u = jnp.zeros((2, 4, 3)), jnp.zeros((5, 1, 4)), jnp.zeros((5, 2, 3))
+    decay, parents = jnp.zeros((5, 2)), jnp.asarray([-1, 0, 1, 2, 3], jnp.int32)
+    with pytest.raises(ValueError, match=r"node must lie in 0\.\.4, got 99"):
+        gdn_tree_commit(s0, k, u, decay, parents, 99)
+    with pytest.raises(ValueError, match=r"count must lie in 1\.\.5, got 0"):
+        gdn_tree_commit_path(s0, k, u, decay, jnp.arange(5), 0)
+    with pytest.raises(TypeError, match="s0 must be float32"):
+        gdn_tree_commit(s0.astype(jnp.bfloat16), k, u, decay, parents, 1)

@@ -101,7 +101,7 @@ def _check_target(source: Path, target: Path, overwrite: bool) -> None:
     if target.resolve() in (source.resolve(), *source.resolve().parents):
         raise CheckpointError(f"{target} would replace its own source {source}")
     if not overwrite:
-        raise CheckpointError(f"{target} exists; pass overwrite to replace it")
+        raise CheckpointError(f"{target} exists; overwrite (--overwrite) replaces it")
     if not is_stored(target):
         raise CheckpointError(f"{target} was not made by a conversion, it is not replaced")
 

@@ -112,7 +112,9 @@ def open_trio(
     """
     root = Path(path)
     if not root.is_dir():
-        raise CheckpointError(f"{root}: no such directory")
+        raise CheckpointError(
+            f"{root}: no such directory; models are read from local files, nothing is downloaded"
+        )
     own_drafter: Opened[DrafterConfig] | None = None
     own_weaver: Opened[WeaverConfig] | None = None
     text_files = root

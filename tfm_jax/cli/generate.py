@@ -68,6 +68,8 @@ def generate(
         return
     result = _stream(loaded, given, request)
     show("", _figures(result.stats))
+    if show_tree and tree_round > result.stats.rounds:
+        raise ValueError(f"there is no round {tree_round} to draw, only {result.stats.rounds}")
     if show_tree:
         show("", draw_tree(_round(loaded, given, request, tree_round)))
 

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from tfm_jax.decoding.sampling import hide_padding, position_noise
+from tfm_jax.decoding.sampling import cool, hide_padding, position_noise
 from tfm_jax.decoding.state import DecodeState, Request, Trio
 from tfm_jax.models.layers import project
 
@@ -35,7 +35,7 @@ class Draft:
 
     def log_probs(self, logits: jax.Array, depths: jax.Array) -> jax.Array:
         """Log-probabilities [w, K] over the pool rows `depths` [w] from raw logits [w, K]."""
-        return jax.nn.log_softmax(logits / self.temperature + self.noise[depths], axis=-1)
+        return jax.nn.log_softmax(cool(logits, self.temperature) + self.noise[depths], axis=-1)
 
     @property
     def marginals(self) -> jax.Array:

@@ -10,13 +10,13 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from tfm_jax.config import TreeConfig
+from tfm_jax.config import MAX_POOL, TreeConfig
 from tfm_jax.decoding.draft import Draft
 from tfm_jax.decoding.state import Trio
 from tfm_jax.models.weaver import pool_logits
 from tfm_jax.tree import NO_PARENT, ROOT, Tree, plant
 
-_RANK_BITS = 15  # two ranks of a path to an int32 sort key
+_RANK_BITS = MAX_POOL.bit_length()
 
 
 @jax.tree_util.register_dataclass
@@ -73,7 +73,7 @@ def grow(
     """
     chex.assert_rank(ids, 2)
     depth_limit, pool = ids.shape
-    width, rows = config.expand, slots(config)
+    width, rows = min(config.expand, config.budget), slots(config)
     rounds = (rows - 1) // width
     children = min(config.children, pool)
     entries = rows * children
@@ -161,7 +161,8 @@ def grow(
 
 def slots(config: TreeConfig) -> int:
     """Rows in use while a tree grows: the root and full rounds of `expand` nodes."""
-    return 1 + -(-config.budget // config.expand) * config.expand
+    width = min(config.expand, config.budget)
+    return 1 + -(-config.budget // width) * width
 
 
 def marginal_scorer(logprobs: jax.Array) -> Scorer:
@@ -238,8 +239,8 @@ def ddtree(root: jax.Array, ids: jax.Array, logprobs: jax.Array, budget: int) ->
     """
     chex.assert_equal_shape([ids, logprobs])
     depth_limit, pool = ids.shape
-    if pool >= 1 << _RANK_BITS:
-        raise ValueError(f"pools hold at most {(1 << _RANK_BITS) - 1} candidates, got {pool}")
+    if pool > MAX_POOL:
+        raise ValueError(f"pools hold at most {MAX_POOL} candidates, got {pool}")
     children = min(pool, budget)
     # Candidates in rank order, so that flat indices below run in dictionary order.
     ranks = jnp.sort(jax.lax.top_k(logprobs, children)[1], axis=-1)  # [D, C]

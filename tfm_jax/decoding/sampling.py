@@ -12,6 +12,8 @@ import jax.numpy as jnp
 
 from tfm_jax.decoding.state import Request
 
+_COLDEST = 1e-30  # divides any float32 logit without touching the denormals
+
 
 def position_noise(request: Request, positions: jax.Array, vocab: int) -> jax.Array:
     """Gumbel noise [P, vocab] float32 for the tokens at `positions` [P]."""
@@ -45,11 +47,9 @@ def choose(
     logits = hide_padding(logits, request.vocab_limit)
 
     def draw() -> jax.Array:
-        scaled = jax.lax.cond(
-            (request.top_k > 0) | (request.top_p < 1) | (request.min_p > 0),
-            lambda: filter_logits(logits / request.temperature, request),
-            lambda: logits / request.temperature,
-        )
+        scaled = cool(logits, request.temperature)
+        filtered = (request.top_k > 0) | (request.top_p < 1) | (request.min_p > 0)
+        scaled = jax.lax.cond(filtered, lambda: filter_logits(scaled, request), lambda: scaled)
         noise = position_noise(request, positions, logits.shape[-1])
         return jnp.argmax(scaled + noise[depths], axis=-1)
 
@@ -59,11 +59,18 @@ def choose(
     return jax.lax.cond(request.temperature > 0, draw, greedy).astype(jnp.int32)
 
 
+def cool(logits: jax.Array, temperature: jax.Array) -> jax.Array:
+    """Logits [..., V] over a temperature, best one zero: nothing overflows however cold it is."""
+    above = logits - jnp.max(logits, axis=-1, keepdims=True)
+    return above / jnp.maximum(temperature, _COLDEST)
+
+
 def filter_logits(scaled: jax.Array, request: Request) -> jax.Array:
     """Logits [N, V], already divided by the temperature, with -inf outside the allowed set.
 
     Order: top-k, then top-p on what is left (a token stays while the probability before it is
-    below top_p), then min-p against the best token. Ties are kept in order of id.
+    below top_p), then min-p against the best token. Ties are kept in order of id; the best token
+    always stays.
     """
     vocab = scaled.shape[-1]
     order = jnp.argsort(-scaled, axis=-1, stable=True)
@@ -72,7 +79,9 @@ def filter_logits(scaled: jax.Array, request: Request) -> jax.Array:
     ranked = jnp.where(jnp.arange(vocab) < k, ranked, -jnp.inf)
     probability = jax.nn.softmax(ranked, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
-    keep = (before < request.top_p) & (probability >= request.min_p * probability[:, :1])
+    # Not by top_p alone: it may round to zero, and the running sum may reach one early.
+    keep = (before < request.top_p) | (request.top_p >= 1) | (jnp.arange(vocab) == 0)
+    keep &= probability >= request.min_p * probability[:, :1]
     ranked = jnp.where(keep, ranked, -jnp.inf)
     back = jnp.argsort(order, axis=-1)
     return jnp.take_along_axis(ranked, back, axis=-1)

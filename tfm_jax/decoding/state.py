@@ -123,11 +123,14 @@ def networks_for(trio: Trio, method: str) -> Trio:
       ValueError: the trio lacks one of them.
     """
     needs = {"ar": (), "dflash": ("drafter",), "ddtree": ("drafter",), "tfm": ("drafter", "weaver")}
-    if method not in needs:
+    if not isinstance(method, str) or method not in needs:
         raise ValueError(f"method must be one of {', '.join(needs)}, got {method!r}")
     missing = [name for name in needs[method] if getattr(trio, name) is None]
     if missing:
-        raise ValueError(f"method {method!r} needs a {' and a '.join(missing)}; none was loaded")
+        raise ValueError(
+            f"method {method!r} needs a {' and a '.join(missing)}; none was loaded "
+            "(method 'ar' needs the verifier alone)"
+        )
     return Trio(verifier=trio.verifier, **{name: getattr(trio, name) for name in needs[method]})
 
 
