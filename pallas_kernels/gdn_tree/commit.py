@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.concrete import concrete
 from pallas_kernels.gdn_tree.topology import tree_topology
 
 
@@ -93,7 +94,8 @@ def _fold(
 def _check_range(name: str, value: jax.Array | int, low: int, high: int) -> None:
     if jnp.shape(value) != ():
         raise ValueError(f"{name} must be a scalar, got shape {jnp.shape(value)}")
-    if not isinstance(value, jax.core.Tracer) and not low <= int(value) <= high:
+    known = concrete(value)
+    if known is not None and not low <= int(known) <= high:
         raise ValueError(f"{name} must lie in {low}..{high}, got {value}")
 
 

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.concrete import concrete
+
 NO_PARENT = -1
 
 
@@ -64,9 +66,9 @@ def tree_topology(parents: jax.Array, valid: jax.Array | None = None) -> TreeTop
 
 
 def _check_order(parents: jax.Array, valid: jax.Array) -> None:
-    if isinstance(parents, jax.core.Tracer) or isinstance(valid, jax.core.Tracer):
+    above, node = concrete(parents), concrete(valid)
+    if above is None or node is None:
         return
-    above, node = np.asarray(parents), np.asarray(valid)
     rows = np.arange(above.size)
     astray = rows[node & ((above < NO_PARENT) | (above >= rows))]
     if astray.size:
