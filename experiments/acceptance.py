@@ -137,7 +137,7 @@ def summarise(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def commit_id() -> str:
-    """Short hash of the checked-out commit."""
+    """Short hash of the checked-out commit, "unknown" outside a checkout."""
     run = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )

@@ -37,11 +37,12 @@ def acceptance_table(result: dict[str, Any]) -> str:
         lines.append(f"| {temperature:g} | {name} | {budget} | {shown} | **{mean:.2f}** |")
     same = all(row["identical"] for row in rows)
     prompts = setting["prompts"]
+    note = f" ({setting['note']})" if "note" in setting else ""
     lines += [
         "",
         f"Pocket trio, {setting['dtype']}, {setting['device']}, jax {setting['jax']}; "
         f"{', '.join(f'{n} {d}' for d, n in prompts.items())} prompts cut to "
-        f"{setting['longest_prompt']} tokens, {setting['new_tokens']} new tokens each; "
+        f"{setting['longest_prompt']} tokens{note}, {setting['new_tokens']} new tokens each; "
         f"w = {setting['expand']}, {setting['children']} children, pool {setting['pool']}; "
         f"{setting['prompt_form']}. "
         + (

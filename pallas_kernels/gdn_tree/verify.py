@@ -12,6 +12,8 @@ from pallas_kernels.gdn_tree.topology import TreeTopology, tree_topology
 
 Implementation = typing.Literal["auto", "pallas", "xla", "reference"]
 
+_FORGET = -1e30  # stands for minus infinity: zero times it is still zero
+
 
 class GDNTreeResult(typing.NamedTuple):
     """What verification returns for every node, zeros on padding rows.
@@ -76,6 +78,7 @@ def gdn_tree_verify(
         rows = topology.depth.shape[0]
         raise ValueError(f"topology has {rows} rows, parents {parents.shape[0]}")
 
+    g = jnp.maximum(g, _FORGET)
     platform = jax.default_backend()
     if implementation == "auto":
         implementation, reason = implementation_for(q.shape[0])

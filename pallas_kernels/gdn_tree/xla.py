@@ -18,7 +18,6 @@ from pallas_kernels.gdn_tree.topology import TreeTopology
 from pallas_kernels.triangular import unit_lower_inverse
 
 _HIGHEST = lax.Precision.HIGHEST
-_FORGET = jnp.float32(-1e30)  # decays everything to zero, and zero times it is still zero
 
 
 def verify(
@@ -35,7 +34,6 @@ def verify(
     value_heads, value_dim = v.shape[1:]
     group = value_heads // key_heads
     q, k, v, g, beta = (_clean(x, topology.valid) for x in (q, k, v, g, beta))
-    g = jnp.maximum(g, _FORGET)
 
     decay, log_decay = _segment_decay(g, topology.ancestors)  # [HV, N, N], [N, HV]
 

@@ -69,7 +69,7 @@ def generate(
     result = _stream(loaded, given, request)
     show("", _figures(result.stats))
     if show_tree and tree_round > result.stats.rounds:
-        raise ValueError(f"there is no round {tree_round} to draw, only {result.stats.rounds}")
+        raise _no_round(tree_round)
     if show_tree:
         show("", draw_tree(_round(loaded, given, request, tree_round)))
 
@@ -92,9 +92,13 @@ def _round(model: Model, prompt: Prompt, request: dict[str, Any], number: int) -
     rounds = model.rounds(prompt, **request)
     found = next(itertools.islice(rounds, number - 1, None), None)
     if found is None:
-        raise ValueError(f"there is no round {number} to draw: generation ended before it")
+        raise _no_round(number)
     tree, acceptance, _ = found
     return describe_tree(model, tree, acceptance, number)
+
+
+def _no_round(number: int) -> ValueError:
+    return ValueError(f"there is no round {number} to draw: generation ended before it")
 
 
 def _figures(stats: Stats) -> str:
