@@ -35,6 +35,7 @@ def acceptance_table(result: dict[str, Any]) -> str:
         shown = " | ".join(f"{v:.2f}" for v in values)
         mean = sum(values) / len(values)
         lines.append(f"| {temperature:g} | {name} | {budget} | {shown} | **{mean:.2f}** |")
+    lines += ["", *_gains(result["macro"])]
     same = all(row["identical"] for row in rows)
     prompts = setting["prompts"]
     note = f" ({setting['note']})" if "note" in setting else ""
@@ -53,6 +54,25 @@ def acceptance_table(result: dict[str, Any]) -> str:
         ),
     ]
     return "\n".join(lines)
+
+
+def _gains(macro: list[dict[str, Any]]) -> list[str]:
+    """What `tfm` accepts over the others, at every setting that has all three."""
+    found: dict[tuple, dict[str, float]] = {}
+    for row in macro:
+        key = (row["temperature"], row["shared_noise"])
+        found.setdefault(key, {})[f"{row['method']}{row['budget']}"] = row["mean_accepted_length"]
+    return [
+        f"At T = {temperature:g} and B = 64 `tfm` accepts {_more(m, 'dflash15')} more than the "
+        f"chain and {_more(m, 'ddtree64')} more than DDTree; the paper reports 77% and 32% for "
+        "Qwen3.6-27B."
+        for (temperature, _), m in found.items()
+        if {"tfm64", "dflash15", "ddtree64"} <= m.keys()
+    ]
+
+
+def _more(means: dict[str, float], than: str) -> str:
+    return f"{means['tfm64'] / means[than] - 1:.0%}"
 
 
 def speed_table(result: dict[str, Any]) -> str:
