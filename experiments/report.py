@@ -30,7 +30,9 @@ def acceptance_table(result: dict[str, Any]) -> str:
     for (temperature, shared, method, budget), by_domain in cells.items():
         if method == "ar":
             continue
-        name = f"`{method}`" + (", shared noise" if shared else "")
+        name = f"`{method}`"
+        if temperature > 0:
+            name += ", shared noise" if shared else ", no shared noise"
         values = [by_domain[d] for d in domains]
         shown = " | ".join(f"{v:.2f}" for v in values)
         mean = sum(values) / len(values)
