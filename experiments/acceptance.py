@@ -60,6 +60,7 @@ def measure(
     sampled with seed i. A row's `identical` says whether all its texts equal those of plain
     decoding; `tokens_per_second` is single stream.
     """
+    common = common_setting(model)
     prompts = {domain: load_prompts(model, domain, count, longest_prompt) for domain in domains}
     rows = []
     # The plain text depends on neither the method nor the shared noise.
@@ -104,11 +105,7 @@ def measure(
                 print(json.dumps(rows[-1]), flush=True)
     return {
         "setting": {
-            "model": "pocket",
-            "dtype": str(np.dtype(model.trio.verifier.dtype)),
-            "device": jax.devices()[0].device_kind,
-            "jax": jax.__version__,
-            "commit": commit_id(),
+            **common,
             "prompts": {domain: len(texts) for domain, texts in prompts.items()},
             "new_tokens": new_tokens,
             "longest_prompt": longest_prompt,
@@ -134,6 +131,17 @@ def summarise(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         | {"mean_accepted_length": round(float(np.mean(values)), 4)}
         for key, values in groups.items()
     ]
+
+
+def common_setting(model: Model) -> dict[str, str]:
+    """What every figure of the pocket trio depends on; taken before a run, not after it."""
+    return {
+        "model": "pocket",
+        "dtype": str(np.dtype(model.trio.verifier.dtype)),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "commit": commit_id(),
+    }
 
 
 def commit_id() -> str:

@@ -12,17 +12,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 import tfm_jax
-from experiments.acceptance import DOMAINS, commit_id, load_prompts
+from experiments.acceptance import DOMAINS, common_setting, load_prompts
 from tfm_jax.config import TreeConfig
 
 
 def measure(dtype: str | None = None, new_tokens: int = 128, count: int = 2) -> dict[str, Any]:
     """Returns `{"setting", "methods"}`: milliseconds a round, tokens/s, compile seconds."""
     model = tfm_jax.load(dtype=dtype)
+    common = common_setting(model)
     shape = TreeConfig(budget=64, expand=4)
     prompts = [p for domain in DOMAINS for p in load_prompts(model, domain, count, 64)]
     methods = {}
@@ -50,11 +50,7 @@ def measure(dtype: str | None = None, new_tokens: int = 128, count: int = 2) -> 
         print(method, methods[method], flush=True)
     return {
         "setting": {
-            "model": "pocket",
-            "dtype": str(np.dtype(model.trio.verifier.dtype)),
-            "device": jax.devices()[0].device_kind,
-            "jax": jax.__version__,
-            "commit": commit_id(),
+            **common,
             "budget": 64,
             "expand": 4,
             "temperature": 0,

@@ -73,7 +73,7 @@ def grow(
     """
     chex.assert_rank(ids, 2)
     depth_limit, pool = ids.shape
-    width, rows = min(config.expand, config.budget), slots(config)
+    width, rows = round_width(config), slots(config)
     rounds = (rows - 1) // width
     children = min(config.children, pool)
     entries = rows * children
@@ -161,8 +161,13 @@ def grow(
 
 def slots(config: TreeConfig) -> int:
     """Rows in use while a tree grows: the root and full rounds of `expand` nodes."""
-    width = min(config.expand, config.budget)
+    width = round_width(config)
     return 1 + -(-config.budget // width) * width
+
+
+def round_width(config: TreeConfig) -> int:
+    """Nodes taken at once: never more than the whole budget."""
+    return min(config.expand, config.budget)
 
 
 def marginal_scorer(logprobs: jax.Array) -> Scorer:
