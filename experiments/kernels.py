@@ -1,246 +1,269 @@
-"""Times the kernels against what a user could use instead, on the machine's GPU.
+"""Times every kernel against what a user could use instead, in one run on one device.
 
-    python -m experiments.kernels [--sweep] [--nodes 16 32 64 128] [--out DIR]
+    python -m experiments.kernels [--ops gdn_tree top_k] [--sweep] [--out DIR]
 
 Every candidate first passes a correctness gate on the timed inputs; its error is part of the
-table. `--sweep` times a list of kernel configurations instead of the default one. Without a GPU the
-same steps run interpreted on tiny shapes and no time is reported.
+report. Floors come from the read bandwidth and the matrix rate measured in the same run.
+`--sweep` adds kernel configurations. Without a GPU the gates run interpreted on tiny shapes and no
+time is reported. Writes `kernels_<device>.json` and, where matplotlib is installed, a plot.
 """
 
 import argparse
 import concurrent.futures
 import dataclasses
 import functools
+import importlib
 import json
+import math
 import pathlib
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from rich.console import Console
+from rich.table import Table
 
-from pallas_kernels.benchmark import compile_chain, measure
-from pallas_kernels.gdn_tree import TreeTopology, pallas, per_branch, specs, tree_topology, xla
+from experiments.timings.case import Candidate, Case
+from pallas_kernels.benchmark import Chain, Timing, compile_chain
 
-SETS = 16  # input sets in rotation; together beyond the 50 MB cache of a Hopper GPU
-ROUNDS = 10
-COMPILE_SECONDS = 75
+OPS = (
+    "gdn_tree",
+    "gdn_inputs",
+    "commit",
+    "tree_attention",
+    "top_k",
+    "weaver_step",
+)
 RESULTS = pathlib.Path(__file__).parent / "results"
+COMPILE_SECONDS = 150
+NOTHING = Candidate(kind="nothing", call=lambda token, *_: (jnp.zeros(128) + token,))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """One way to verify a tree; `call(token, q, k, v, g, beta, s0, parents, topology)`."""
-
-    name: str
-    nodes: int
-    call: Callable
-
-
-def with_token(topology: TreeTopology, token: jax.Array) -> TreeTopology:
-    return dataclasses.replace(topology, depth=topology.depth + token.astype(jnp.int32))
+def read_rate() -> float:
+    """Bytes per second of a large read-only sum."""
+    sets = [(jnp.full((1 << 30,), i, jnp.bfloat16),) for i in range(2)]
+    total = lambda token, x: (jnp.sum(x, dtype=jnp.float32, keepdims=True) + token,)
+    timing = compile_chain(total, sets, rounds=4).measure()
+    return sets[0][0].nbytes / (timing.median_us * 1e-6)
 
 
-def call_pallas(config, token, q, k, v, g, beta, s0, parents, topology):
-    interpret = jax.default_backend() == "cpu"
-    topology = with_token(topology, token)
-    return pallas.verify(q, k, v, g, beta, s0, topology, config=config, interpret=interpret)
+def matrix_rate() -> float:
+    """Floating-point operations per second of a large bfloat16 product."""
+    size = 8192
+    a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
+    product = lambda token, x: ((x + token.astype(x.dtype)) @ x,)
+    timing = compile_chain(product, [(a,)], rounds=8).measure()
+    return 2 * size**3 / (timing.median_us * 1e-6)
 
 
-def call_xla(token, q, k, v, g, beta, s0, parents, topology):
-    return xla.verify(q, k, v, g, beta, s0, with_token(topology, token))
-
-
-def call_per_branch(block_v, token, q, k, v, g, beta, s0, parents, topology):
-    interpret = jax.default_backend() == "cpu"
-    parents = parents + token.astype(jnp.int32)
-    return per_branch.verify(q, k, v, g, beta, s0, parents, block_v=block_v, interpret=interpret)
-
-
-def call_nothing(token, q, k, v, g, beta, s0, parents, topology):
-    """The chain's own cost per call: one small kernel that carries the order."""
-    return (parents + token.astype(jnp.int32),)
-
-
-def list_candidates(nodes: int, value_dim: int, key_dim: int, sweep: bool) -> list[Candidate]:
-    def kernel(config):
-        name = (
-            f"n{config.block_n} v{config.block_v} k{config.block_k} w{config.num_warps} "
-            f"prep{config.prepare_warps} {config.read}/{config.solve}"
-        )
-        call = functools.partial(call_pallas, config)
-        return Candidate(name=f"pallas {name}", nodes=nodes, call=call)
-
-    default = pallas.default_config(nodes, key_dim, value_dim)
-    configs = [default]
-    if sweep:
-        configs += [c for c in sweep_configs(nodes) if c != default]
-    widths = (32, 64) if sweep and nodes == 128 else (min(32, value_dim),)
-    return [
-        Candidate(name="nothing", nodes=nodes, call=call_nothing),
-        *map(kernel, configs),
-        Candidate(name="xla", nodes=nodes, call=call_xla),
-        *(
-            Candidate(
-                name=f"per-branch v{width}",
-                nodes=nodes,
-                call=functools.partial(call_per_branch, width),
-            )
-            for width in widths
-        ),
-    ]
-
-
-def sweep_configs(nodes: int) -> list[pallas.Config]:
-    make = functools.partial(pallas.Config)
-    if nodes == 16:
-        shapes = [(16, 32, 32, 4, 0), (16, 64, 64, 4, 0), (16, 32, 64, 2, 0), (16, 64, 32, 4, 0),
-                  (16, 16, 64, 1, 0), (16, 32, 64, 4, 4), (64, 32, 64, 4, 0)]  # fmt: skip
-    elif nodes == 32:
-        shapes = [(32, 32, 32, 4, 0), (32, 64, 32, 4, 0), (32, 32, 32, 2, 0), (32, 32, 64, 8, 0),
-                  (32, 32, 64, 4, 4), (16, 32, 32, 4, 0), (64, 32, 64, 4, 0)]  # fmt: skip
-    elif nodes == 64:
-        shapes = [(64, 32, 64, 4, 0), (64, 64, 64, 4, 0), (64, 64, 64, 8, 0), (64, 64, 64, 4, 4),
-                  (64, 32, 64, 4, 8), (64, 32, 128, 4, 4), (32, 32, 64, 4, 4)]  # fmt: skip
-    else:
-        shapes = [(64, 32, 64, 4, 4), (64, 32, 64, 4, 8), (64, 64, 64, 8, 8), (64, 64, 64, 4, 4),
-                  (64, 32, 64, 4, 0), (64, 64, 64, 8, 0), (32, 32, 64, 4, 4)]  # fmt: skip
-    configs = [
-        make(block_n=n, block_v=v, block_k=k, num_warps=w, prepare_warps=p)
-        for n, v, k, w, p in shapes
-    ]
-    best = configs[0] if nodes < 64 else configs[3 if nodes == 64 else 0]
-    return [
-        *configs,
-        dataclasses.replace(best, solve="bf16x6"),
-        dataclasses.replace(best, solve="bf16x3", read="bf16x3"),
-    ]
-
-
-def make_sets(spec: specs.Spec) -> tuple[list[tuple], np.ndarray]:
-    """The input sets in rotation, bfloat16, and the exact output for the first."""
-    inputs = specs.make_inputs(spec).rounded()
-    expected = specs.solve(inputs).out
-    *args, parents, valid = inputs.arguments(jnp.bfloat16)
-    topology = jax.jit(tree_topology)(parents, valid)
-    copies = [args] + [[jnp.roll(x, i, axis=-1) for x in args] for i in range(1, SETS)]
-    return [(*copy, parents, topology) for copy in copies], expected
-
-
-def gate(candidate: Candidate, sets: list[tuple], expected: np.ndarray) -> float:
-    """Relative error of the output by norm; raises if it is not a result at all."""
-    out = np.asarray(jax.jit(candidate.call)(jnp.float32(0), *sets[0])[0])
-    error = float(np.linalg.norm(out - expected) / np.linalg.norm(expected))
-    if not error < 1e-3:
-        raise ValueError(f"wrong result: relative error {error:.1e}")
+def gate(case: Case, candidate: Candidate) -> float:
+    """The candidate's error; raises where it is no result at all."""
+    copies = [jnp.copy(x) if i < case.carried else x for i, x in enumerate(case.sets[0])]
+    error = case.error(jax.jit(candidate.call)(jnp.float32(0), *copies))
+    if not error <= case.tolerance:
+        raise ValueError(f"wrong result: error {error:.1e}, at most {case.tolerance:.0e} allowed")
     return error
 
 
-def prepare(candidate: Candidate, sets: list[tuple], expected: np.ndarray) -> tuple:
+def prepare(case: Case, candidate: Candidate) -> tuple[Chain, float, float]:
+    """The gated candidate as a program to time, its error, and the seconds this took."""
     start = time.perf_counter()
-    error = 0.0 if candidate.name == "nothing" else gate(candidate, sets, expected)
-    compiled = compile_chain(candidate.call, sets, rounds=ROUNDS)
-    return compiled, error, time.perf_counter() - start
+    error = 0.0 if candidate is NOTHING else gate(case, candidate)
+    rounds = math.ceil(case.calls / len(case.sets))
+    carried = 0 if candidate is NOTHING else case.carried
+    chain = compile_chain(candidate.call, case.sets, rounds=rounds, carried=carried)
+    return chain, error, time.perf_counter() - start
 
 
-def floor_us(spec: specs.Spec) -> float:
-    """Time to move the layer's inputs and outputs once at 4.2 TB/s."""
-    wide = spec.nodes * spec.value_heads * spec.value_dim
-    keys = spec.nodes * spec.key_heads * spec.key_dim
-    state = spec.value_heads * spec.key_dim * spec.value_dim
-    return (4 * state + 2 * (2 * keys + wide) + 2 * 4 * wide) / 4.2e6
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One case of the report: what names it, and what was found."""
+
+    label: dict[str, Any]
+    found: dict[str, Any]
 
 
-def time_gdn_tree(sizes: list[int], sweep: bool) -> list[dict]:
-    """Compiles all candidates side by side, then times them one by one."""
-    problems = {nodes: (specs.benchmark_spec(nodes), *make_sets(specs.benchmark_spec(nodes)))
-                for nodes in sizes}  # fmt: skip
-    pool = concurrent.futures.ThreadPoolExecutor(14)
+Report = dict[str, list[Row]]
+
+
+def time_ops(ops: list[str], sweep: bool) -> tuple[Report, dict[str, float]]:
+    """Compiles all candidates side by side, then times them one by one; also the card's rates."""
     started = time.perf_counter()
+    pool = concurrent.futures.ThreadPoolExecutor(14)
     jobs = []
-    for nodes, (spec, sets, expected) in problems.items():
-        candidates = list_candidates(nodes, spec.value_dim, spec.key_dim, sweep)
-        jobs += [(c, pool.submit(prepare, c, sets, expected)) for c in candidates]
-    rows = {nodes: {"nodes": nodes, "floor_us": round(floor_us(problems[nodes][0]), 2)}
-            for nodes in sizes}  # fmt: skip
+    report: Report = {op: [] for op in ops}
+    # Exact results are work for the host: all operations at once.
+    made = {op: pool.submit(load(op).cases, tiny=False, sweep=sweep) for op in ops}
+    for op in ops:
+        for case in made[op].result():
+            row = Row(case.label, {})
+            report[op].append(row)
+            jobs += [
+                (op, case, row, candidate, pool.submit(prepare, case, candidate))
+                for candidate in (NOTHING, *case.candidates)
+            ]
+        log(f"{op}: inputs made after {time.perf_counter() - started:.0f} s")
+    started = time.perf_counter()
     ready = []
-    for candidate, job in jobs:
+    for op, case, row, candidate, future in jobs:
         left = COMPILE_SECONDS - (time.perf_counter() - started)
         try:
-            ready.append((candidate, *job.result(max(left, 0.1))))
-        except concurrent.futures.TimeoutError:
-            print(f"{candidate.nodes:4} {candidate.name:44} not compiled in time", flush=True)
-        except Exception as failure:
-            print(f"{candidate.nodes:4} {candidate.name:44} {str(failure)[:90]}", flush=True)
+            ready.append((op, case, row, candidate, *future.result(max(left, 0.1))))
+        except Exception as failure:  # one candidate's failure must not lose the others
+            reason = " ".join(f"{type(failure).__name__}: {failure}".split())[:300]
+            log(f"{op} {describe(case.label)} {candidate.kind} {candidate.note}: {reason}")
     # Nothing may compile while something is timed.
     pool.shutdown(wait=True, cancel_futures=True)
-    print(f"compiled in {time.perf_counter() - started:.0f} s", flush=True)
+    log(f"compiled in {time.perf_counter() - started:.0f} s")
 
-    overhead = {}
-    for candidate, compiled, error, seconds in ready:
-        nodes, sets = candidate.nodes, problems[candidate.nodes][1]
-        timing = measure(compiled, sets, calls=SETS * ROUNDS)
-        if candidate.name == "nothing":
-            overhead[nodes] = timing.median_us
-        net = timing.median_us - overhead[nodes]
-        print(
-            f"{nodes:4} {candidate.name:44} {net:7.1f} us  (raw {timing.median_us:.1f}, "
-            f"{timing.low_us:.1f} to {timing.high_us:.1f})  error {error:.1e}  "
-            f"compile {seconds:.0f} s",
-            flush=True,
+    rates = {"read_bandwidth_gbs": read_rate() / 1e9, "matrix_tflops": matrix_rate() / 1e12}
+    log(", ".join(f"{name} {value:.0f}" for name, value in rates.items()))
+    overhead = 0.0
+    for op, case, row, candidate, chain, error, seconds in ready:
+        timing = chain.measure()
+        if candidate is NOTHING:
+            overhead = timing.median_us
+            row.found.update(floors(case, rates))
+            continue
+        record(row.found, candidate, timing, overhead, error)
+        log(
+            f"{op:14} {describe(case.label):40} {candidate.kind:10} "
+            f"{timing.median_us - overhead:9.1f} us ({timing.low_us - overhead:.1f} to "
+            f"{timing.high_us - overhead:.1f})  floor {row.found['floor_us']:.1f}  "
+            f"error {error:.1e}  compile {seconds:.0f} s  {candidate.note}"
         )
-        record(rows[nodes], candidate, net, timing, error)
-    return list(rows.values())
+    return report, rates
 
 
-def record(row: dict, candidate: Candidate, net: float, timing, error: float) -> None:
+def log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def load(op: str):
+    return importlib.import_module(f"experiments.timings.{op}")
+
+
+def describe(label: dict[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in label.items())
+
+
+def floors(case: Case, rates: dict[str, float]) -> dict[str, float]:
+    """Microseconds that the traffic and the arithmetic of a call take at the measured rates."""
+    memory = case.bytes / (rates["read_bandwidth_gbs"] * 1e3)
+    arithmetic = case.flops / (rates["matrix_tflops"] * 1e6)
+    return {
+        "memory_floor_us": round(memory, 2),
+        "arithmetic_floor_us": round(arithmetic, 2),
+        "floor_us": round(max(memory, arithmetic), 2),
+    }
+
+
+def record(
+    row: dict[str, Any], candidate: Candidate, timing: Timing, overhead: float, error: float
+) -> None:
     """Keeps the fastest candidate of each kind in the row."""
-    kind = candidate.name.split()[0].replace("-", "_")
-    if kind == "nothing" or net >= row.get(f"{kind}_us", float("inf")):
+    kind, net = candidate.kind, timing.median_us - overhead
+    if net >= row.get(f"{kind}_us", math.inf):
         return
     row[f"{kind}_us"] = round(net, 2)
-    row[f"{kind}_spread_us"] = [round(timing.low_us, 2), round(timing.high_us, 2)]
+    row[f"{kind}_spread_us"] = [
+        round(timing.low_us - overhead, 2),
+        round(timing.high_us - overhead, 2),
+    ]
     row[f"{kind}_error"] = error
+    if candidate.note:
+        row[f"{kind}_note"] = candidate.note
     if kind == "pallas":
-        row |= {"error": error, "config": candidate.name.removeprefix("pallas ")}
+        row |= {"error": error, "floor_share": round(row["floor_us"] / net, 3)}
 
 
-def check_interpreted() -> list[dict]:
-    """The same gate on a CPU, interpreted: says that the kernels are right, not how fast."""
-    spec = specs.Spec(name="tiny", nodes=17, tree="spine", max_depth=7, value_heads=2)
-    sets, expected = make_sets(spec)
-    row = {"nodes": spec.nodes, "timed": False}
-    for candidate in list_candidates(spec.nodes, spec.value_dim, spec.key_dim, sweep=False)[1:]:
-        error = gate(candidate, sets, expected)
-        row[candidate.name.split()[0].replace("-", "_") + "_error"] = error
-        print(f"{spec.nodes:4} {candidate.name:44} no timing (interpreted)  error {error:.1e}")
-    return [row]
+def check_ops(ops: list[str]) -> Report:
+    """The gates alone, interpreted: says that the kernels are right, not how fast they are."""
+    report: Report = {op: [] for op in ops}
+    for op in ops:
+        for case in load(op).cases(tiny=True):
+            row = Row(case.label, {"timed": False})
+            report[op].append(row)
+            for candidate in case.candidates:
+                error = gate(case, candidate)
+                row.found[f"{candidate.kind}_error"] = error
+                log(
+                    f"{op:14} {describe(case.label):40} {candidate.kind:10} no timing "
+                    f"(interpreted)  error {error:.1e}"
+                )
+    return report
+
+
+def show(report: Report, rates: dict[str, float]) -> None:
+    """Prints one table an operation: times, ratios to the kernel, floor, error."""
+    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    for op, rows in report.items():
+        kinds = list(
+            dict.fromkeys(
+                name.removesuffix("_error")
+                for row in rows
+                for name in row.found
+                if name.endswith("_error")
+            )
+        )
+        times = [f"{kind}, us" for kind in kinds] if rates else []
+        table = Table("case", *times, *["floor, us"] * bool(rates), "error", title=op)
+        for row in rows:
+            mine = row.found.get("pallas_us")
+            error = row.found.get("pallas_error")
+            cells = [describe(row.label)]
+            if rates:
+                cells += [cell(row.found.get(f"{kind}_us"), mine, kind) for kind in kinds]
+                cells.append(f"{row.found.get('floor_us', math.nan):.1f}")
+            table.add_row(*cells, "-" if error is None else f"{error:.0e}")
+        console.print(table)
+
+
+def cell(us: float | None, mine: float | None, kind: str) -> str:
+    if us is None:
+        return "-"
+    return f"{us:.1f}" if kind == "pallas" or not mine else f"{us:.1f} ({us / mine:.1f}x)"
+
+
+def commit() -> str:
+    """The checkout's commit, with a plus sign if it is not what runs; "unknown" outside one."""
+    root = pathlib.Path(__file__).parents[1]
+    git = functools.partial(subprocess.run, cwd=root, capture_output=True, text=True, check=False)
+    head = git(["git", "rev-parse", "--short", "HEAD"]).stdout.strip()
+    changed = git(["git", "status", "--porcelain", "--untracked-files=no"]).stdout.strip()
+    return (head + "+" * bool(changed)) or "unknown"
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Times the kernels.")
-    parser.add_argument("--sweep", action="store_true", help="time many kernel configurations")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[16, 32, 64, 128])
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS), help="what to time")
+    parser.add_argument("--sweep", action="store_true", help="time more kernel configurations")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the report")
+    parser.add_argument("--json", action="store_true", help="print the report instead of tables")
     options = parser.parse_args(arguments)
     device = jax.devices()[0].device_kind
-    on_gpu = jax.default_backend() == "gpu"
-    rows = time_gdn_tree(options.nodes, options.sweep) if on_gpu else check_interpreted()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    setting = {"device": device, "jax": jax.__version__, "commit": commit()}
+    ops = [op for op in OPS if op in options.ops]
+    if jax.default_backend() == "gpu":
+        found, rates = time_ops(ops, options.sweep)
+    else:
+        found, rates = check_ops(ops), {}
     report = {
-        "device": device,
-        "jax": jax.__version__,
-        "commit": commit,
-        "ops": {"gdn_tree": rows},
+        **setting,
+        **{name: round(rate, 1) for name, rate in rates.items()},
+        "ops": {op: [row.label | row.found for row in rows] for op, rows in found.items()},
     }
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"kernels_{device.replace(' ', '_').lower()}.json"
-    path.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"written to {path}", flush=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    if options.json:
+        print(json.dumps(report, indent=1))
+    else:
+        show(found, rates)
+    log(f"written to {path}")
 
 
 if __name__ == "__main__":

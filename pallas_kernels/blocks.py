@@ -6,15 +6,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 
-def span(block: jax.Array | int, size: int) -> pl.Slice:
-    """Returns the index of the given block of `size` elements along an axis."""
-    # Traced even if known: Pallas refuses a constant slice that hangs over the edge.
-    return pl.Slice(jnp.full((), block, jnp.int32) * size, size)
+def span(block: jax.Array | int, size: int, offset: int = 0) -> pl.Slice:
+    """Returns the index of a block of `size` elements along an axis; block 0 starts at `offset`.
+
+    If `size` divides the axis, `offset` must be 0.
+    """
+    return pl.Slice(block * size + offset, size)
 
 
-def load(ref, *index) -> jax.Array:
-    """Returns `ref[index]`, zeros outside the array. Each index is a scalar or a `span`."""
-    mask = _inside(ref.shape, index)
+def load(ref, *index, when: jax.Array | None = None) -> jax.Array:
+    """Returns `ref[index]`, zeros outside the array. Each index is a scalar or a `span`.
+
+    With a false `when`, a scalar, nothing is read and all is zero.
+    """
+    index, mask = _inside(ref.shape, index)
+    if when is not None:
+        block = tuple(i.size for i in index if isinstance(i, pl.Slice))
+        when = jnp.broadcast_to(when, block)
+        mask = when if mask is None else mask & when
     if mask is None:
         return pltriton.load(ref.at[index])
     return pltriton.load(ref.at[index], mask=mask, other=jnp.zeros((), ref.dtype))
@@ -22,17 +31,30 @@ def load(ref, *index) -> jax.Array:
 
 def store(ref, value: jax.Array, *index) -> None:
     """Writes `value` to `ref[index]`, leaving out what lies outside the array."""
-    pltriton.store(ref.at[index], value, mask=_inside(ref.shape, index))
+    index, mask = _inside(ref.shape, index)
+    pltriton.store(ref.at[index], value, mask=mask)
 
 
-def _inside(shape: tuple[int, ...], index) -> jax.Array | None:
-    """Mask of a block's elements that lie inside the array; None if all do."""
-    sliced = [(size, i) for size, i in zip(shape, index, strict=True) if isinstance(i, pl.Slice)]
-    block = tuple(i.size for _, i in sliced)
-    mask = None
-    for axis, (size, i) in enumerate(sliced):
-        if size % i.size == 0:
-            continue  # blocks start at multiples of their size
-        position = i.start + jax.lax.broadcasted_iota(jnp.int32, block, axis)
-        mask = position < size if mask is None else mask & (position < size)
-    return mask
+def _inside(shape: tuple[int, ...], index) -> tuple[tuple, jax.Array | None]:
+    """The index, and the mask of a block's elements that lie inside; no mask if all do."""
+    sliced = [i for i in index if isinstance(i, pl.Slice)]
+    block = tuple(i.size for i in sliced)
+    traced, mask = [], None
+    for size, i in zip(shape, index, strict=True):
+        if isinstance(i, int):
+            i = jnp.int32(i)  # interpreted, Pallas takes no constant
+        elif isinstance(i, pl.Slice) and not _fits(size, i):
+            # Traced even if known: Pallas refuses a constant slice that hangs over the edge.
+            i = pl.Slice(jnp.full((), i.start, jnp.int32), i.size)
+            axis = sum(isinstance(before, pl.Slice) for before in traced)
+            position = i.start + jax.lax.broadcasted_iota(jnp.int32, block, axis)
+            mask = position < size if mask is None else mask & (position < size)
+        traced.append(i)
+    return tuple(traced), mask
+
+
+def _fits(size: int, i: pl.Slice) -> bool:
+    """Whether a block is known to lie inside an axis."""
+    if isinstance(i.start, int):
+        return bool(i.start + i.size <= size)
+    return bool(size % i.size == 0)  # blocks start at multiples of their size

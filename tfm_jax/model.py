@@ -8,9 +8,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from tfm_jax.checkpoints import build_drafter, build_verifier, build_weaver, read_trio
+from tfm_jax.checkpoints.trio import check_dtype
 from tfm_jax.config import Sampling, TreeConfig, as_int
 from tfm_jax.decoding.accept import Acceptance
 from tfm_jax.decoding.generate import (
@@ -24,6 +27,11 @@ from tfm_jax.decoding.generate import (
 from tfm_jax.decoding.prefill import prefill, score
 from tfm_jax.decoding.round import METHODS, draft_depth, shape_for, speculate
 from tfm_jax.decoding.state import DecodeState, Request, Trio, make_request, networks_for
+from tfm_jax.models.dflash import Drafter
+from tfm_jax.models.layers import stack_projections
+from tfm_jax.models.qwen36 import Verifier
+from tfm_jax.models.weaver import Weaver
+from tfm_jax.presets import geometry
 from tfm_jax.text import StreamDecoder, Tokenizer, load_tokenizer
 from tfm_jax.tree import Tree
 
@@ -359,19 +367,65 @@ def load(path: str | Path = POCKET, *, dtype: str | None = None) -> Model:
     Raises:
       CheckpointError: files that are missing, damaged or do not belong together.
     """
-    if dtype is None:
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    found = read_trio(directory(path), dtype=dtype)
+    found = read_trio(directory(path), dtype=_dtype(dtype))
     verifier, drafter, weaver = found.verifier, found.drafter, found.weaver
+    trio = Trio(
+        verifier=build_verifier(verifier.config, verifier.params),
+        drafter=build_drafter(drafter.config, drafter.params) if drafter else None,
+        weaver=build_weaver(weaver.config, weaver.params) if weaver else None,
+    )
     return Model(
-        trio=Trio(
-            verifier=build_verifier(verifier.config, verifier.params),
-            drafter=build_drafter(drafter.config, drafter.params) if drafter else None,
-            weaver=build_weaver(weaver.config, weaver.params) if weaver else None,
-        ),
+        trio=_serving(trio),
         tokenizer=load_tokenizer(found.tokenizer) if found.tokenizer else None,
         end_tokens=found.eos_token_ids,
     )
+
+
+def random_model(preset: str | Path, *, seed: int = 0, dtype: str | None = None) -> Model:
+    """A model of a preset's sizes with seeded random weights, made on the default device.
+
+    It writes noise, at the speed of the real one.
+
+    Args:
+      preset: a name of `tfm_jax.presets`, or a JSON file with three geometries.
+      seed: of the weights.
+      dtype: as in `load`.
+
+    Raises:
+      ConfigError: an unknown preset, or sizes that do not fit.
+      ValueError: an unknown dtype.
+    """
+    kind = jnp.dtype(check_dtype(_dtype(dtype)))
+    sizes = geometry(preset)
+    rngs = nnx.Rngs(seed)
+    weaver = Weaver(sizes.weaver, rngs=rngs, dtype=kind)
+    # A Weaver starts without influence; random weights stand for a trained one.
+    query = weaver.lm_head_query_in.weight
+    query[...] = 0.02 * jax.random.normal(rngs.params(), query.shape, kind)
+    trio = Trio(
+        verifier=Verifier(sizes.verifier, rngs=rngs, dtype=kind),
+        drafter=Drafter(sizes.drafter, rngs=rngs, dtype=kind),
+        weaver=weaver,
+    )
+    return Model(
+        trio=_serving(trio),
+        tokenizer=None,
+        end_tokens=sizes.verifier.eos_token_ids,
+    )
+
+
+def _serving(trio: Trio) -> Trio:
+    """The trio, changed in place into the form that decodes fastest."""
+    stack_projections(trio.verifier)
+    if trio.drafter is not None:
+        stack_projections(trio.drafter)
+    return trio
+
+
+def _dtype(name: str | None) -> str:
+    if name is not None:
+        return name
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def directory(path: str | Path) -> Path:

@@ -3,11 +3,15 @@
 The algebra of `xla.py` on row blocks of nodes. A block's own triangular factor is inverted by
 doubling over levels of the tree, which never forms a power of X: powers grow like binomials and
 cancel when keys are alike. What earlier blocks contribute is subtracted before the solve. All
-float32 products are sums of bfloat16 products, see `splitting.py`.
+float32 products are sums of 16-bit products, see `splitting.py`.
+
+A tree of one row more than whole blocks has its root taken off: a plain step of the recurrence,
+after which the other rows are a forest on the state below the root.
 """
 
 import dataclasses
 import functools
+import typing
 import warnings
 
 import jax
@@ -18,10 +22,11 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.blocks import load, span, store
 from pallas_kernels.gdn_tree.topology import TreeTopology
-from pallas_kernels.splitting import Scheme, Split, dot, split
+from pallas_kernels.splitting import Split, dot, split
 
 MAX_NODES = 256
 _MIN_BLOCK = 16  # a shorter contraction on tensor cores is silently wrong
+_MAX_BLOCK = 64
 
 # The notice is about the backend's future, and nothing a caller can act on.
 warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
@@ -32,56 +37,86 @@ class Config:
     """How the kernel is cut.
 
     Attributes:
-      block_n: nodes in a row block.
       block_v: value columns of one program.
-      block_k: key columns taken at a time.
-      read: how products with the layer's inputs reach float32's accuracy.
-      solve: the same for products among what is made of them.
       num_warps: warps of a program that owns value columns.
-      prepare_warps: warps of a program that makes the triangular factors once per value head in
-        a launch of its own; 0 makes them in every program, in one launch.
+      prepare_warps: warps of a program of a first launch that makes the triangular factors once
+        per value head; 0 makes them in every program, in one launch, for one row block at most.
     """
 
-    block_n: int
     block_v: int
-    block_k: int
-    read: Scheme = "bf16x6"
-    solve: Scheme = "f16x3"
     num_warps: int = 4
     prepare_warps: int = 0
 
     def __post_init__(self):
-        for name in ("block_n", "block_v", "block_k"):
-            size = getattr(self, name)
-            if size < _MIN_BLOCK or size & (size - 1):
-                raise ValueError(f"{name} must be a power of two >= {_MIN_BLOCK}, got {size}")
+        if self.block_v < _MIN_BLOCK or self.block_v & (self.block_v - 1):
+            raise ValueError(f"block_v must be a power of two >= {_MIN_BLOCK}, got {self.block_v}")
 
 
-def default_config(nodes: int, key_dim: int, value_dim: int) -> Config:
-    """Returns the cut that is fastest for a tree of this size on Hopper."""
-    return Config(
-        block_n=min(_block(nodes), 64),
-        block_v=min(_block(value_dim), 32),
-        block_k=min(_block(key_dim), 64),
-        # Small trees leave processors idle anyway: sharing the factors is not worth a launch.
-        prepare_warps=0 if nodes <= 32 else 4,
-    )
+class Tree(typing.NamedTuple):
+    """All that the kernels ask of a tree of N rows; one for all layers of a step.
+
+    Attributes:
+      depth: int32 [N], as in `TreeTopology`.
+      relation: int32 [rows, rows] over the row blocks of `cut(N)`, how node i stands to node j: -1
+        if j is not on the path to i, 0 if j is i, else the number of the merge in `_invert` that
+        joins the two: shifted to the right by so many bits, their depths agree.
+      merges: int32 [1], the largest such number.
+    """
+
+    depth: jax.Array
+    relation: jax.Array
+    merges: jax.Array
 
 
-def unsupported(nodes: int, platform: str) -> str | None:
-    """Returns why the kernel cannot run on this many nodes and this platform, None if it can."""
-    if nodes > MAX_NODES:
-        return f"at most {MAX_NODES} nodes are supported, got {nodes}"
-    if platform == "cpu":
-        return None
-    if platform not in ("gpu", "cuda"):
-        return f"it needs an NVIDIA GPU, got platform {platform!r}"
-    capability = str(getattr(jax.local_devices()[0], "compute_capability", "unknown"))
-    try:
-        enough = float(capability) >= 8.0
-    except ValueError:
-        enough = False
-    return None if enough else f"it needs compute capability 8.0 or above, got {capability}"
+class Cut(typing.NamedTuple):
+    """Row blocks of a tree: `count` blocks of `size` rows after the first `root` (0 or 1) rows.
+
+    Only the first `last` rows of the last block can be nodes.
+    """
+
+    root: int
+    count: int
+    size: int
+    last: int
+
+    def rows(self, block: jax.Array | int) -> pl.Slice:
+        return span(block, self.size, self.root)
+
+
+def cut(nodes: int) -> Cut:
+    """Returns the row blocks of a tree of this many rows."""
+    root = int(nodes % _MIN_BLOCK == 1)
+    rest = nodes - root
+    size = min(_block(rest), _MAX_BLOCK)
+    count = pl.cdiv(rest, size)
+    return Cut(root, count, size, _block(rest - (count - 1) * size))
+
+
+def describe(topology: TreeTopology) -> Tree:
+    """Returns what the kernels ask of a tree."""
+    depth = topology.depth
+    rows = cut(depth.shape[0])
+    relation = jnp.where(topology.ancestors, _bits(depth[:, None] ^ depth[None, :]), -1)
+    relation = relation[rows.root :, rows.root :]
+    space = max(rows.count, 1) * rows.size - relation.shape[0]  # no array may be empty
+    relation = jnp.pad(relation, (0, space), constant_values=-1)
+    return Tree(depth, relation, _bits(jnp.max(depth, keepdims=True)))
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return 32 - lax.clz(x)
+
+
+def default_config(nodes: int, value_dim: int) -> Config:
+    """Returns the configuration that is fastest for a tree of this size on Hopper."""
+    rows = cut(nodes).count * cut(nodes).size
+    width = _block(value_dim)
+    if rows <= 16:
+        return Config(block_v=min(width, 32))
+    if rows <= 32:
+        return Config(block_v=16, num_warps=2)
+    # Small trees leave processors idle anyway: sharing the factors is not worth a launch.
+    return Config(block_v=min(width, 32), prepare_warps=4)
 
 
 def verify(
@@ -91,278 +126,331 @@ def verify(
     g: jax.Array,
     beta: jax.Array,
     s0: jax.Array,
-    topology: TreeTopology,
+    tree: Tree,
     *,
     config: Config | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns `(out, u, log_decay)` in float32. Shapes as in `gdn_tree_verify`."""
-    nodes, _, key_dim = k.shape
-    _, value_heads, value_dim = v.shape
-    if config is None:
-        config = default_config(nodes, key_dim, value_dim)
-    inputs = (k, q, g, beta, topology.ancestors.astype(jnp.int8), topology.depth)
+    """Returns `(out, u, log_decay)` in float32.
+
+    Shapes as in `gdn_tree_verify`, `tree` from `describe`.
+    """
+    nodes, value_heads, value_dim = v.shape
+    config = config or default_config(nodes, value_dim)
+    rows = cut(nodes)
+    inputs = (q, k, v, g, beta, s0, *tree)
+    wide = jax.ShapeDtypeStruct(v.shape, jnp.float32)
     row = jax.ShapeDtypeStruct((nodes, value_heads), jnp.float32)
-    wide = jax.ShapeDtypeStruct((nodes, value_heads, value_dim), jnp.float32)
-    grid = (value_heads, pl.cdiv(value_dim, config.block_v))
-    if not config.prepare_warps:
-        out, u, log_decay = pl.pallas_call(
-            functools.partial(_fused_kernel, config=config),
-            grid=grid,
+    columns = pl.cdiv(value_dim, config.block_v)
+    call = functools.partial(pl.pallas_call, interpret=interpret)
+    if not rows.count or not config.prepare_warps:
+        if rows.count > 1:
+            raise ValueError(f"one launch takes {_MAX_BLOCK} rows at most, got {nodes}")
+        return call(
+            functools.partial(_fused_kernel, cut=rows, block_v=config.block_v),
+            grid=(value_heads, columns),
             out_shape=(wide, wide, row),
             compiler_params=_compiler_params(config.num_warps),
-            interpret=interpret,
             name="gdn_tree_verify",
-        )(*inputs, v, s0)
-        return out, u, log_decay
+        )(*inputs)
 
-    blocks = pl.cdiv(nodes, config.block_n)
-    rows = blocks * config.block_n
-    square = jax.ShapeDtypeStruct((value_heads, rows, rows), jnp.float32)
-    solve, mix, log_decay = pl.pallas_call(
-        functools.partial(_prepare_kernel, config=config),
-        grid=(value_heads, blocks),
-        out_shape=(square, square, row),
+    pairs = rows.count * (rows.count + 1) // 2
+    factors = jax.ShapeDtypeStruct((value_heads, pairs, 2, rows.size, rows.size), jnp.float16)
+    solve, mix, out, u, log_decay = call(
+        functools.partial(_prepare_kernel, cut=rows, block_v=config.block_v),
+        grid=(value_heads, pairs + rows.count * columns),
+        out_shape=(factors, factors, wide, wide, row),
         compiler_params=_compiler_params(config.prepare_warps),
-        interpret=interpret,
         name="gdn_tree_prepare",
     )(*inputs)
-    out, u = pl.pallas_call(
-        functools.partial(_apply_kernel, config=config),
-        grid=grid,
+    out, u = call(
+        functools.partial(_solve_kernel, cut=rows, block_v=config.block_v),
+        grid=(value_heads, columns),
         out_shape=(wide, wide),
+        input_output_aliases={2: 0, 3: 1},
         compiler_params=_compiler_params(config.num_warps),
-        interpret=interpret,
-        name="gdn_tree_apply",
-    )(k, q, v, beta, s0, topology.depth, solve, mix, log_decay)
+        name="gdn_tree_solve",
+    )(solve, mix, out, u)
     return out, u, log_decay
 
 
 def _fused_kernel(
-    k_ref,
     q_ref,
+    k_ref,
+    v_ref,
     g_ref,
     beta_ref,
-    ancestors_ref,
-    depth_ref,
-    v_ref,
     s0_ref,
+    depth_ref,
+    relation_ref,
+    merges_ref,
     out_ref,
     u_ref,
     log_decay_ref,
     *,
-    config: Config,
+    cut: Cut,
+    block_v: int,
 ):
+    refs = (q_ref, k_ref, v_ref, g_ref, beta_ref, s0_ref, depth_ref, relation_ref)
+    results = (out_ref, u_ref, log_decay_ref)
     head = pl.program_id(0)
-    columns = span(pl.program_id(1), config.block_v)
-    tree = (k_ref, q_ref, g_ref, beta_ref, ancestors_ref, depth_ref)
-    state = (k_ref, q_ref, s0_ref, depth_ref)
-    solved: list[Split] = []
-    for block in range(pl.cdiv(v_ref.shape[0], config.block_n)):
-        rows = span(block, config.block_n)
-        below = jnp.zeros((config.block_n,), jnp.float32)
-        x, y_own, below = _factors(tree, head, block, block, below, config)
-        inverse = _invert(x, load(depth_ref, rows), config)
-        earlier = jnp.zeros((config.block_n, config.block_v), jnp.float32)
-        out = jnp.zeros((config.block_n, config.block_v), jnp.float32)
-        for source in reversed(range(block)):
-            x, y, below = _factors(tree, head, block, source, below, config)
-            earlier += _product(x, solved[source], config)
-            out += _product(y, solved[source], config)
-        key_read, query_read = _read_state(state, head, rows, columns, config)
-        decay = jnp.exp(below)[:, None]
-        beta = _clean(load(beta_ref, rows, head), load(depth_ref, rows))[:, None]
-        v = _clean(load(v_ref, rows, head, columns), load(depth_ref, rows))
-        rhs = beta * (v.astype(jnp.float32) - decay * key_read) - earlier
-        u = _product(inverse, split(rhs, config.solve), config)
-        solved.append(split(u, config.solve))
-        out += decay * query_read + _product(y_own, solved[block], config)
-        store(u_ref, u, rows, head, columns)
-        store(out_ref, out, rows, head, columns)
-        # Every program of a head writes the same numbers here.
-        store(log_decay_ref, below, rows, head)
+    columns = span(pl.program_id(1), block_v)
+    s0, above = _below_root(refs, results, head, columns, cut)
+    if not cut.count:
+        return
+    rows = cut.rows(0)
+    relation = load(relation_ref, span(0, cut.size), span(0, cut.size))
+    path = _along_path(relation, load(g_ref, rows, head))
+    x, y, relation = _factors(refs, head, relation, rows, rows, path, path)
+    rhs, out = _read(refs, head, rows, columns, s0, path)
+    inverse = _invert(x, relation, merges_ref[0])
+    u = dot(_bounded(inverse), split(rhs, "f16x3"))
+    out += dot(_bounded(y), split(u, "f16x3"))
+    store(u_ref, u, rows, head, columns)
+    store(out_ref, out, rows, head, columns)
+    # Every program of a head writes the same numbers here.
+    _store_log_decay(refs, log_decay_ref, head, rows, path, above)
 
 
 def _prepare_kernel(
-    k_ref,
     q_ref,
-    g_ref,
-    beta_ref,
-    ancestors_ref,
-    depth_ref,
-    solve_ref,
-    mix_ref,
-    log_decay_ref,
-    *,
-    config: Config,
-):
-    head, block = pl.program_id(0), pl.program_id(1)
-    tree = (k_ref, q_ref, g_ref, beta_ref, ancestors_ref, depth_ref)
-    rows = span(block, config.block_n)
-    below = jnp.zeros((config.block_n,), jnp.float32)
-    x, y, below = _factors(tree, head, block, block, below, config)
-    store(mix_ref, y, head, rows, rows)
-    store(solve_ref, _invert(x, load(depth_ref, rows), config), head, rows, rows)
-
-    def earlier(distance, below):
-        source = block - distance
-        x, y, below = _factors(tree, head, block, source, below, config)
-        columns = span(source, config.block_n)
-        store(solve_ref, x, head, rows, columns)
-        store(mix_ref, y, head, rows, columns)
-        return below
-
-    below = lax.fori_loop(1, block + 1, earlier, below)
-    store(log_decay_ref, below, rows, head)
-
-
-def _apply_kernel(
     k_ref,
-    q_ref,
     v_ref,
+    g_ref,
     beta_ref,
     s0_ref,
     depth_ref,
+    relation_ref,
+    merges_ref,
     solve_ref,
     mix_ref,
-    log_decay_ref,
     out_ref,
     u_ref,
+    log_decay_ref,
     *,
-    config: Config,
+    cut: Cut,
+    block_v: int,
 ):
-    head = pl.program_id(0)
-    columns = span(pl.program_id(1), config.block_v)
-    state = (k_ref, q_ref, s0_ref, depth_ref)
-    solved: list[Split] = []
-    for block in range(pl.cdiv(v_ref.shape[0], config.block_n)):
-        rows = span(block, config.block_n)
-        key_read, query_read = _read_state(state, head, rows, columns, config)
-        depth = load(depth_ref, rows)
-        decay = jnp.exp(load(log_decay_ref, rows, head))[:, None]
-        beta = _clean(load(beta_ref, rows, head), depth)[:, None]
-        v = _clean(load(v_ref, rows, head, columns), depth)
-        rhs = beta * (v.astype(jnp.float32) - decay * key_read)
-        out = decay * query_read
-        for source in range(block):
-            sources = span(source, config.block_n)
-            x = load(solve_ref, head, rows, sources)
-            y = load(mix_ref, head, rows, sources)
-            rhs -= _product(x, solved[source], config)
-            out += _product(y, solved[source], config)
-        inverse = load(solve_ref, head, rows, rows)
-        u = _product(inverse, split(rhs, config.solve), config)
-        solved.append(split(u, config.solve))
-        out += _product(load(mix_ref, head, rows, rows), solved[block], config)
-        store(u_ref, u, rows, head, columns)
+    """Either a pair of row blocks, or what the state gives to a row block: see `_pair`, `_read`."""
+    refs = (q_ref, k_ref, v_ref, g_ref, beta_ref, s0_ref, depth_ref, relation_ref)
+    results = (out_ref, u_ref, log_decay_ref)
+    head, task = pl.program_id(0), pl.program_id(1)
+    pairs = mix_ref.shape[1]
+
+    @pl.when(task < pairs)
+    def _():
+        block, source, pair = _pair(task, cut)
+        relation, path = _block_path(refs, head, block, source, cut)
+        _, source_path = _block_path(refs, head, source, source, cut)
+        rows, columns = cut.rows(block), cut.rows(source)
+        x, y, relation = _factors(refs, head, relation, rows, columns, path, source_path)
+        x = lax.cond(
+            block == source,
+            lambda: _invert(x, relation, merges_ref[0]),
+            lambda: jnp.where(relation > 0, x, 0.0),
+        )
+        for ref, value in ((solve_ref, x), (mix_ref, y)):
+            for i, term in enumerate(_bounded(value).terms):
+                store(ref, term, head, pair, i, span(0, cut.size), span(0, cut.size))
+
+    @pl.when(task >= pairs)
+    def _():
+        block = lax.rem(task - pairs, cut.count)
+        columns = span(lax.div(task - pairs, cut.count), block_v)
+        s0, above = _below_root(refs, results, head, columns, cut)
+        rows = cut.rows(block)
+        _, path = _block_path(refs, head, block, block, cut)
+        rhs, out = _read(refs, head, rows, columns, s0, path)
+        store(u_ref, rhs, rows, head, columns)
         store(out_ref, out, rows, head, columns)
+        _store_log_decay(refs, log_decay_ref, head, rows, path, above)
 
 
-def _factors(tree, head, block, source, below: jax.Array, config: Config):
-    """X and Y between a row block and a block of its possible ancestors, both [block_n, block_n].
+def _solve_kernel(solve_ref, mix_ref, read_ref, rhs_ref, out_ref, u_ref, *, cut: Cut, block_v: int):
+    """From right-hand sides to corrected values, and from what queries read to outputs."""
+    head = pl.program_id(0)
+    columns = span(pl.program_id(1), block_v)
 
-    `below` [block_n] holds what each row's path sums to in the blocks after `source`; it comes
-    back with `source` added. A later row of one path is a deeper node, so the segment from below
-    j down to i is what the path holds in the rows after j.
+    def size(block: int) -> int:
+        return cut.size if block < cut.count - 1 else cut.last
+
+    def rows(block: int) -> pl.Slice:
+        return pl.Slice(block * cut.size + cut.root, size(block))
+
+    def times(ref, block, source):
+        pair = block * (block + 1) // 2 + source
+        tile = (span(0, size(block)), span(0, size(source)))
+        factor = Split(tuple(load(ref, head, pair, i, *tile) for i in range(2)))
+        return dot(factor, solved[source])
+
+    solved: list[Split] = []
+    for block in range(cut.count):
+        rhs = load(rhs_ref, rows(block), head, columns)
+        for source in range(block):
+            rhs -= times(solve_ref, block, source)
+        solved.append(split(rhs, "f16x3"))
+        u = times(solve_ref, block, block)
+        solved[block] = split(u, "f16x3")
+        store(u_ref, u, rows(block), head, columns)
+    for block in range(cut.count):
+        out = load(read_ref, rows(block), head, columns)
+        for source in range(block + 1):
+            out += times(mix_ref, block, source)
+        store(out_ref, out, rows(block), head, columns)
+
+
+def _pair(task: jax.Array, cut: Cut) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The row block, the block of its possible ancestors, and their place among the factors.
+
+    Blocks on the diagonal come first: to invert their factor takes longest.
     """
-    k_ref, q_ref, g_ref, beta_ref, ancestors_ref, depth_ref = tree
-    key_head = head // (g_ref.shape[1] // k_ref.shape[1])
-    size = config.block_n
-    rows, columns = span(block, size), span(source, size)
-    row_depth, column_depth = load(depth_ref, rows), load(depth_ref, columns)
-
-    def gram(chunk, sums):
-        keys = span(chunk, config.block_k)
-        right = split(_clean(load(k_ref, columns, key_head, keys), column_depth), config.read)
-        return tuple(
-            total
-            + dot(
-                split(_clean(load(ref, rows, key_head, keys), row_depth), config.read),
-                right,
-                transpose_y=True,
-            )
-            for ref, total in zip((k_ref, q_ref), sums, strict=True)
-        )
-
-    zeros = jnp.zeros((size, size), jnp.float32)
-    x, y = _over_keys(gram, (zeros, zeros), k_ref.shape[2], config)
-
-    on_path = load(ancestors_ref, rows, columns) != 0
-    g = _clean(load(g_ref, columns, head), column_depth)
-    along = jnp.where(on_path, g[None, :], 0.0)
-    i = lax.broadcasted_iota(jnp.int32, (size, size), 0)
-    j = lax.broadcasted_iota(jnp.int32, (size, size), 1)
-    after = (i > j).astype(jnp.bfloat16)
-    segment = dot(split(along, "bf16x6"), Split((after,))) + below[:, None]
-    decay = jnp.where(on_path, jnp.exp(jnp.where(on_path, segment, 0.0)), 0.0)
-    beta = _clean(load(beta_ref, rows, head), row_depth)
-    strict = (block * size + i) != (source * size + j)
-    x = jnp.where(strict, beta[:, None] * decay * x, 0.0)
-    return x, decay * y, below + jnp.sum(along, axis=1)
+    other = task - cut.count  # 0: (1, 0), 1: (2, 0), 2: (2, 1), 3: (3, 0), ...
+    later = sum((other >= k * (k + 1) // 2).astype(jnp.int32) for k in range(cut.count))
+    block = jnp.where(other < 0, task, later)
+    source = jnp.where(other < 0, task, other - later * (later - 1) // 2)
+    return block, source, block * (block + 1) // 2 + source
 
 
-def _invert(x: jax.Array, depth: jax.Array, config: Config) -> jax.Array:
-    """(I + x)^-1 for x that links a row to rows of smaller depth only.
+def step(state, q, k, v, g, beta) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One node of the recurrence: the state [DK, columns] after it, its output and its u."""
+    state = jnp.exp(g) * state
+    u = beta * (v - jnp.sum(k[:, None] * state, axis=0))
+    state = state + k[:, None] * u[None, :]
+    return state, jnp.sum(q[:, None] * state, axis=0), u
 
-    Depths are merged in pairs of groups of 2^stage, [[A, 0], [L, B]]^-1 = [[A^-1, 0],
-    [-B^-1 L A^-1, B^-1]], so a tree of depth 15 takes four stages.
+
+def _below_root(refs, results, head, columns, cut: Cut) -> tuple[jax.Array, jax.Array]:
+    """The state that the row blocks start from and the log-decay up to there.
+
+    Writes the root's own results if it is not in the blocks.
     """
-    size = depth.shape[0]
-    i = lax.broadcasted_iota(jnp.int32, (size, size), 0)
-    j = lax.broadcasted_iota(jnp.int32, (size, size), 1)
-
-    def links(stage):
-        """The entries of x that join the two groups of a pair."""
-        row, column = depth[:, None] >> stage, depth[None, :] >> stage
-        return jnp.where(((row & 1) == 1) & (column == row - 1), x, 0.0)
-
-    def merge(stage, inverse):
-        # Every entry is a product of a query-like and a key-like unit vector: at most one.
-        factor = split(inverse, config.solve, bounded=True)
-        inner = dot(split(links(stage), config.solve, bounded=True), factor)
-        return inverse - dot(factor, split(inner, config.solve, bounded=True))
-
-    deepest = jnp.max(depth)
-    stages = sum((deepest >> stage > 0).astype(jnp.int32) for stage in range(8))
-    single = jnp.where(i == j, 1.0, 0.0) - links(0)  # the first merge joins single depths
-    return lax.fori_loop(1, stages, merge, single)
+    q_ref, k_ref, v_ref, g_ref, beta_ref, s0_ref, depth_ref, _ = refs
+    keys = _keys(k_ref)
+    s0 = load(s0_ref, head, keys, columns)
+    if not cut.root:
+        return s0, jnp.float32(0)
+    valid = depth_ref[0] >= 0  # if it is padding, its step changes nothing
+    key_head = _key_head(refs, head)
+    wide = (load(q_ref, 0, key_head, keys), load(k_ref, 0, key_head, keys))
+    inputs = (*wide, load(v_ref, 0, head, columns), g_ref[0, head], beta_ref[0, head])
+    q, k, v, g, beta = (jnp.where(valid, x.astype(jnp.float32), 0.0) for x in inputs)
+    s0, out, u = step(s0, q, k, v, g, beta)
+    for ref, value in zip(results[:2], (out, u), strict=True):
+        store(ref, jnp.where(valid, value, 0.0), 0, head, columns)
+    results[2][0, head] = g
+    return s0, g
 
 
-def _read_state(refs, head, rows, columns, config: Config):
-    """K S0 and Q S0 for a row block and a block of value columns, [block_n, block_v] each."""
-    k_ref, q_ref, s0_ref, depth_ref = refs
-    key_head = head // (s0_ref.shape[0] // k_ref.shape[1])
-    depth = load(depth_ref, rows)
+class Path(typing.NamedTuple):
+    """Sums of g from below the root to each row of a block, [rows] each.
 
-    def read(chunk, sums):
-        keys = span(chunk, config.block_k)
-        s0 = split(load(s0_ref, head, keys, columns), config.read)
-        return tuple(
-            total + dot(split(_clean(load(ref, rows, key_head, keys), depth), config.read), s0)
-            for ref, total in zip((k_ref, q_ref), sums, strict=True)
-        )
+    `coarse` holds multiples of 2^-8 and is exact, `fine` is below one: their difference between
+    two nodes keeps the digits that the difference of two long sums would lose. A g under -128
+    counts as -128 in both, which forgets all the same; `total` takes it as it is.
+    """
 
-    zeros = jnp.zeros((config.block_n, config.block_v), jnp.float32)
-    return _over_keys(read, (zeros, zeros), k_ref.shape[2], config)
+    coarse: jax.Array
+    fine: jax.Array
+    total: jax.Array
 
 
-def _over_keys(body, init, key_dim: int, config: Config):
-    """Runs `body(chunk, carry)` over the chunks of the key axis."""
-    chunks = pl.cdiv(key_dim, config.block_k)
-    # A real loop: unrolled, all chunks would be held in registers at once.
-    return body(0, init) if chunks == 1 else lax.fori_loop(0, chunks, body, init)
+def _along_path(relation: jax.Array, g: jax.Array) -> Path:
+    bounded = jnp.maximum(g, -128.0)
+    coarse = jnp.floor(bounded * 256.0) * (1 / 256)
+    parts = (coarse, bounded - coarse, g)
+    return Path(*(jnp.sum(jnp.where(relation >= 0, x[None, :], 0.0), axis=1) for x in parts))
 
 
-def _product(x: jax.Array, y: Split, config: Config) -> jax.Array:
-    """`x @ y` for a triangular factor `x`, whose entries are at most one."""
-    return dot(split(x, config.solve, bounded=True), y)
+def _block_path(refs, head, block, source, cut: Cut) -> tuple[jax.Array, Path]:
+    """The relation of a row block to `source`, and its sums over all blocks."""
+    g_ref, relation_ref = refs[3], refs[7]
+    rows = span(block, cut.size)
+
+    def relation(source):
+        return load(relation_ref, rows, span(source, cut.size))
+
+    def add(source, sums):
+        path = _along_path(relation(source), load(g_ref, cut.rows(source), head))
+        return Path(*(x + y for x, y in zip(sums, path, strict=True)))
+
+    zeros = Path(*(jnp.zeros((cut.size,), jnp.float32) for _ in range(3)))
+    return relation(source), lax.fori_loop(0, block + 1, add, zeros)
 
 
-def _clean(x: jax.Array, depth: jax.Array) -> jax.Array:
-    """`x` with zeros on padding rows, whatever those hold."""
-    keep = depth >= 0
-    keep = keep[:, None] if x.ndim == 2 else keep
-    return jnp.where(keep, x, jnp.zeros((), x.dtype))
+def _factors(refs, head, relation, rows, columns, path: Path, source: Path):
+    """X, Y and the relation between rows and their possible ancestors, all [rows, columns].
+
+    Where X is no link between strict ancestors, it holds anything, infinity and NaN too.
+    """
+    q_ref, k_ref, _, _, beta_ref, *_ = refs
+    heads = (_key_head(refs, head), _keys(k_ref))
+    right = split(load(k_ref, columns, *heads), "bf16x6")
+    x, y = (
+        dot(split(load(ref, rows, *heads), "bf16x6"), right, transpose_y=True)
+        for ref in (k_ref, q_ref)
+    )
+    # From here on in the layout of products: vectors are cheap to bring there, matrices are not.
+    relation = jnp.where(x == x, relation, -1)
+    exponent = jnp.where(relation >= 0, path.coarse[:, None], 0.0) - source.coarse[None, :]
+    decay = _exp(exponent + path.fine[:, None] - source.fine[None, :])
+    y = jnp.where(relation >= 0, decay * y, 0.0)
+    return decay * x * load(beta_ref, rows, head)[:, None], y, relation
+
+
+def _invert(x: jax.Array, relation: jax.Array, merges: jax.Array) -> jax.Array:
+    """(I + x)^-1 for the entries of x that link a row to its strict ancestors.
+
+    Depths are merged in pairs of groups of 1, 2, 4, ..., [[A, 0], [L, B]]^-1 = [[A^-1, 0],
+    [-B^-1 L A^-1, B^-1]], so a tree of depth 15 takes four merges.
+    """
+
+    def merge(number, inverse):
+        factor = _bounded(inverse)
+        inner = dot(_bounded(jnp.where(relation == number, x, 0.0)), factor)
+        return inverse - dot(factor, _bounded(inner))
+
+    first = jnp.where(relation == 0, 1.0, jnp.where(relation == 1, -x, 0.0))
+    return lax.fori_loop(2, merges + 1, merge, first)
+
+
+def _read(refs, head, rows, columns, s0: jax.Array, path: Path) -> tuple[jax.Array, jax.Array]:
+    """Right-hand sides beta (v - a K S0) and what queries read, a Q S0; zeros on padding rows."""
+    q_ref, k_ref, v_ref, _, beta_ref, _, depth_ref, _ = refs
+    heads = (_key_head(refs, head), _keys(k_ref))
+    state = split(s0, "bf16x6")
+    key_read, query_read = (
+        dot(split(load(ref, rows, *heads), "bf16x6"), state) for ref in (k_ref, q_ref)
+    )
+    decay = _exp(path.coarse + path.fine)[:, None]
+    beta = load(beta_ref, rows, head)[:, None]
+    v = load(v_ref, rows, head, columns).astype(jnp.float32)
+    valid = (load(depth_ref, rows) >= 0)[:, None]
+    rhs = jnp.where(valid, beta * (v - decay * key_read), 0.0)
+    return rhs, jnp.where(valid, decay * query_read, 0.0)
+
+
+def _store_log_decay(refs, log_decay_ref, head, rows, path: Path, above: jax.Array) -> None:
+    valid = load(refs[6], rows) >= 0
+    store(log_decay_ref, jnp.where(valid, path.total + above, 0.0), rows, head)
+
+
+def _exp(x: jax.Array) -> jax.Array:
+    """exp for x <= 0: what a large x loses in the product is lost in a tiny result."""
+    return jnp.exp2(x * 1.4426950408889634)
+
+
+def _bounded(x: jax.Array) -> Split:
+    """Terms of a factor. Its entries are products of two unit vectors: at most one."""
+    return split(x, "f16x3", bounded=True)
+
+
+def _key_head(refs, head: jax.Array) -> jax.Array:
+    _, k_ref, v_ref, *_ = refs
+    return head // (v_ref.shape[1] // k_ref.shape[1])
+
+
+def _keys(k_ref) -> pl.Slice:
+    return span(0, _block(k_ref.shape[2]))
 
 
 def _block(size: int) -> int:

@@ -1,8 +1,8 @@
 """The usual way to verify a tree, as a baseline: walk the nodes, one stored state for each.
 
 A program owns a value head and a block of value columns and advances it node by node; states live
-in device memory and the newest one stays in registers for a child that comes next. Nothing here
-is part of the public interface.
+in device memory and the newest one stays in registers for a child that comes next. What the next
+node needs is read while this one is computed. Nothing here is part of the public interface.
 """
 
 import functools
@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.blocks import load, span, store
+from pallas_kernels.gdn_tree.pallas import step
 
 
 def verify(
@@ -25,8 +26,8 @@ def verify(
     s0: jax.Array,
     parents: jax.Array,
     *,
-    block_v: int = 32,
-    num_warps: int = 4,
+    block_v: int = 16,
+    num_warps: int = 1,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns `(out, states)`, float32 [N, HV, DV] and [N, HV, DK, DV], for a tree without padding.
@@ -65,25 +66,28 @@ def _kernel(
     key_head = head // (s0_ref.shape[0] // k_ref.shape[1])
     keys = span(0, pl.next_power_of_2(k_ref.shape[2]))
     columns = span(pl.program_id(1), block_v)
+    nodes = q_ref.shape[0]
 
-    def step(node, newest):
+    def read(node):
+        """A node's inputs, and its parent's state unless that is the newest one."""
         parent = parents_ref[node]
-        state = lax.cond(
-            parent == node - 1,
-            lambda: newest,
-            lambda: load(states_ref, parent, head, keys, columns),
-        )
-        k = load(k_ref, node, key_head, keys).astype(jnp.float32)[:, None]
-        q = load(q_ref, node, key_head, keys).astype(jnp.float32)[:, None]
-        v = load(v_ref, node, head, columns).astype(jnp.float32)
-        state = jnp.exp(g_ref[node, head]) * state
-        u = beta_ref[node, head] * (v - jnp.sum(k * state, axis=0))
-        state = state + k * u[None, :]
-        store(out_ref, jnp.sum(q * state, axis=0), node, head, columns)
-        store(states_ref, state, node, head, keys, columns)
+        stored = parent != node - 1
+        state = load(states_ref, jnp.maximum(parent, 0), head, keys, columns, when=stored)
+        q, k = (load(ref, node, key_head, keys) for ref in (q_ref, k_ref))
+        v = load(v_ref, node, head, columns)
+        return stored, state, q, k, v, g_ref[node, head], beta_ref[node, head]
+
+    def advance(node, carry):
+        newest, (stored, state, q, k, v, g, beta) = carry
         if not interpret:
-            pltriton.debug_barrier()  # a child may read the state back through other threads
-        return state
+            pltriton.debug_barrier()  # states are read back through other threads
+        following = read(jnp.minimum(node + 1, nodes - 1))
+        state = jnp.where(stored, state, newest)
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+        state, out, _ = step(state, q, k, v, g, beta)
+        store(out_ref, out, node, head, columns)
+        store(states_ref, state, node, head, keys, columns)
+        return state, following
 
     # The root's parent is -1 = node - 1, so it takes the committed state as the newest.
-    lax.fori_loop(0, q_ref.shape[0], step, load(s0_ref, head, keys, columns))
+    lax.fori_loop(0, nodes, advance, (load(s0_ref, head, keys, columns), read(0)))

@@ -178,13 +178,15 @@ HOSTILE: dict[str, dict[str, Any]] = {
 SMALL = (
     Spec(name="one_node", nodes=1, value_heads=1),
     Spec(name="random_5", nodes=5, key_heads=2, value_heads=2, key_dim=12, value_dim=20),
-    Spec(name="chain_15", nodes=15, tree="chain", value_heads=2),
+    Spec(name="chain_15", nodes=15, tree="chain"),
     Spec(name="star_17", nodes=17, tree="star", value_heads=3),
-    Spec(name="random_33", nodes=33, key_heads=2, value_heads=8, key_dim=24),
+    Spec(name="random_33", nodes=33),
     Spec(name="random_64", nodes=64, value_heads=3, value_dim=40),
-    Spec(name="spine_65", nodes=65, tree="spine", max_depth=15, key_heads=2, value_heads=6),
+    Spec(name="spine_65", nodes=65, tree="spine", max_depth=15),
+    Spec(name="random_80", nodes=80, key_heads=2, value_heads=8, key_dim=24),
     Spec(name="padded_33", nodes=33, tree="spine", max_depth=9, padding=14),
-    Spec(name="padded_65", nodes=65, padding=31, decay="mixed", value_heads=1),
+    Spec(name="padded_65", nodes=65, padding=31, decay="mixed"),
+    Spec(name="padded_130", nodes=130, padding=31, decay="mixed", value_heads=1),
     *(
         Spec(name=f"{name}_chain_33", nodes=33, tree="chain", **kind)
         for name, kind in HOSTILE.items()
@@ -195,26 +197,39 @@ SMALL = (
     ),
 )
 
-_REAL: dict[str, Any] = {"key_heads": 2, "value_heads": 6, "key_dim": 128, "value_dim": 128}
+_REAL: dict[str, Any] = {"tree": "spine", "key_dim": 128, "value_dim": 128}
+_HEADS: dict[str, Any] = {"key_heads": 2, "value_heads": 6}
 
-# Head sizes of the checkpoints, depths of a drafter's block and beyond.
+# Head sizes and head counts of the checkpoints, depths of a drafter's block and beyond.
 REAL = (
     *(
-        Spec(name=f"real_{nodes}", nodes=nodes, tree="spine", max_depth=15, **_REAL)
-        for nodes in (1, 16, 32, 64, 65, 128, 129, 256)
+        Spec(name=f"real_{nodes}", nodes=nodes, max_depth=15, **_REAL, **_HEADS)
+        for nodes in (1, 2, 15, 33, 64, 65, 100, 129, 200, 256)
+    ),
+    *(
+        Spec(
+            name=f"real_{key_heads}_to_{value_heads}_heads_{nodes}",
+            nodes=nodes,
+            max_depth=15,
+            key_heads=key_heads,
+            value_heads=value_heads,
+            **_REAL,
+        )
+        for key_heads, value_heads, nodes in ((16, 16, 17), (16, 32, 17), (16, 48, 17), (4, 16, 80))
     ),
     *(
         Spec(
             name=f"real_{name}_{nodes}_depth_{depth}",
             nodes=nodes,
-            tree="spine",
             max_depth=depth,
             **_REAL,
+            **_HEADS,
             **kind,
         )
         for name, kind in HOSTILE.items()
-        for nodes, depth in ((16, 15), (32, 15), (64, 15), (64, 63), (128, 63))
+        for nodes, depth in ((15, 14), (33, 15), (65, 15), (64, 63), (129, 63))
     ),
+    Spec(name="real_padded_200", nodes=200, max_depth=15, padding=77, **_REAL, **_HEADS),
 )
 
 

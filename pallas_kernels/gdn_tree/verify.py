@@ -1,17 +1,17 @@
 """Tree verification of one gated delta-rule layer: checks and choice of implementation."""
 
-import functools
 import typing
-import warnings
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import choice
+from pallas_kernels.choice import Implementation
+from pallas_kernels.concrete import concrete
 from pallas_kernels.gdn_tree import pallas, reference, xla
 from pallas_kernels.gdn_tree.topology import TreeTopology, tree_topology
 
-Implementation = typing.Literal["auto", "pallas", "xla", "reference"]
-
+_NAME = "gdn_tree_verify"
 _FORGET = -1e30  # stands for minus infinity: zero times it is still zero
 
 
@@ -54,7 +54,8 @@ def gdn_tree_verify(
       g: float32 [N, HV], log-decay, <= 0.
       beta: float32 [N, HV], write strength in [0, 1].
       s0: float32 [HV, DK, DV], the committed state above the root.
-      parents: int32 [N]; `parents[i] < i`, -1 at the root and on padding rows.
+      parents: int32 [N]; `parents[i] < i`, -1 at the root, of which there is one, and on padding
+        rows.
       valid: bool [N]; False marks padding rows, whose inputs may hold anything.
       implementation: "auto" takes "pallas" on a GPU that supports the shape, else "xla".
         "pallas" runs interpreted on a CPU. "reference" walks the nodes one by one.
@@ -62,14 +63,12 @@ def gdn_tree_verify(
 
     Raises:
       TypeError: an argument of a type not listed above.
-      ValueError: shapes that do not belong together, an unknown implementation, or both
-        `topology` and `valid`.
+      ValueError: shapes that do not belong together, an unknown implementation, both `topology`
+        and `valid`, or more than one root (checked unless traced).
       NotImplementedError: "pallas" on a device or shape it does not support.
     """
     _check(q, k, v, g, beta, s0, parents)
-    if implementation not in typing.get_args(Implementation):
-        options = ", ".join(typing.get_args(Implementation))
-        raise ValueError(f"implementation must be one of {options}, got {implementation!r}")
+    implementation = choice.choose(_NAME, implementation, _refusal(q.shape[0]))
     if topology is None:
         topology = tree_topology(parents, valid)
     elif valid is not None:
@@ -77,23 +76,17 @@ def gdn_tree_verify(
     elif topology.depth.shape != parents.shape:
         rows = topology.depth.shape[0]
         raise ValueError(f"topology has {rows} rows, parents {parents.shape[0]}")
+    _check_root(topology)
 
     g = jnp.maximum(g, _FORGET)
-    platform = jax.default_backend()
-    if implementation == "auto":
-        implementation, reason = implementation_for(q.shape[0])
-        if reason:
-            _warn_once(reason)
     if implementation == "reference":
         parents = jnp.asarray(parents, jnp.int32)
         result = reference.verify(q, k, v, g, beta, s0, parents, topology.valid)
     elif implementation == "xla":
         result = xla.verify(q, k, v, g, beta, s0, topology)
     else:
-        reason = pallas.unsupported(q.shape[0], platform)
-        if reason:
-            raise NotImplementedError(f"gdn_tree_verify as a Pallas kernel: {reason}")
-        result = pallas.verify(q, k, v, g, beta, s0, topology, interpret=platform == "cpu")
+        tree = pallas.describe(topology)
+        result = pallas.verify(q, k, v, g, beta, s0, tree, interpret=choice.interpreted())
     return GDNTreeResult(*result)
 
 
@@ -102,16 +95,25 @@ def implementation_for(nodes: int) -> tuple[Implementation, str | None]:
 
     Returns the implementation, and why it is not the kernel on an accelerator that has none.
     """
-    platform = jax.default_backend()
-    if platform == "cpu":
+    if choice.interpreted():
         return "xla", None
-    reason = pallas.unsupported(nodes, platform)
-    return ("xla", reason) if reason else ("pallas", None)
+    try:
+        return choice.choose(_NAME, "pallas", _refusal(nodes)), None
+    except NotImplementedError as reason:
+        return "xla", str(reason)
 
 
-@functools.cache
-def _warn_once(reason: str) -> None:
-    warnings.warn(f"gdn_tree_verify falls back to XLA: {reason}", stacklevel=4)
+def _refusal(nodes: int) -> str | None:
+    if nodes > pallas.MAX_NODES:
+        return f"at most {pallas.MAX_NODES} nodes are supported, got {nodes}"
+    return None
+
+
+def _check_root(topology: TreeTopology) -> None:
+    depth = concrete(topology.depth)
+    roots = [] if depth is None else [int(row) for row in (depth == 0).nonzero()[0]]
+    if len(roots) > 1:
+        raise ValueError(f"a tree has one root, got rows {roots[0]} and {roots[1]}")
 
 
 def _check(

@@ -65,15 +65,31 @@ def test_options_are_those_of_the_library():
 def test_bench_passes_its_options_on(run, monkeypatch, tmp_path):
     folder = tmp_path / "experiments"
     folder.mkdir()
-    monkeypatch.setattr(sys.modules["tfm_jax.cli.bench"], "EXPERIMENTS", folder)
+    monkeypatch.setattr(sys.modules["tfm_jax.cli.bench"], "ROOT", tmp_path)
     result = run("bench", "kernels")
     assert (result.status, result.out) == (2, "")
     assert "come with the repository alone" in result.err
     seen = tmp_path / "seen"
     record = f"open({str(seen)!r}, 'w').write(' '.join(sys.argv[1:]))"
-    (folder / "kernels.py").write_text(f"import sys\n{record}\nsys.exit(7)\n")
-    assert run("bench", "kernels", "--nodes", "3", "5", "--sweep", "--out", "here").status == 7
-    assert seen.read_text() == "--nodes 3 5 --out here --sweep"
+    for name in ("kernels", "step"):
+        (folder / f"{name}.py").write_text(f"import sys\n{record}\nsys.exit(7)\n")
+    assert run("bench", "kernels", "--ops", "top_k", "--sweep", "--json").status == 7
+    assert seen.read_text() == "--ops top_k --sweep --json"
+    assert run("bench", "step", "--budgets", "3", "5", "--out", str(tmp_path)).status == 7
+    assert seen.read_text() == f"--budgets 3 5 --out {tmp_path}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("kernels", "--preset", "pocket"), "--preset belongs to `tfm bench step`"),
+        (("step", "--sweep"), "--sweep belongs to `tfm bench kernels`"),
+    ],
+)
+def test_bench_refuses_options_of_the_other(run, arguments, message):
+    result = run("bench", *arguments)
+    assert result.status == 2
+    assert message in result.err
 
 
 def test_compiled_programs_are_kept_where_the_user_says(monkeypatch):

@@ -9,28 +9,73 @@ from typing import Annotated, Literal
 
 import tyro
 
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+ROOT = Path(__file__).parents[2]
 
 
 def bench(
-    what: Annotated[Literal["kernels"], tyro.conf.arg(metavar="{kernels}")],
+    what: Annotated[Literal["kernels", "step"], tyro.conf.arg(metavar="{kernels,step}")],
     /,
     *,
+    ops: tuple[str, ...] | None = None,
     sweep: bool = False,
-    nodes: tuple[int, ...] = (16, 32, 64, 128),
-    out: Path = EXPERIMENTS / "results",
+    preset: str | None = None,
+    budgets: tuple[int, ...] | None = None,
+    contexts: tuple[int, ...] | None = None,
+    prefill: tuple[int, ...] | None = None,
+    accepted: tuple[float, ...] | None = None,
+    out: Path | None = None,
+    json: bool = False,
 ) -> int:
-    """Time the kernels on this GPU; without one, check them interpreted. Needs a checkout.
+    """Time kernels, or whole decoding rounds, on this GPU. Needs a checkout.
+
+    Without a GPU `kernels` checks results on tiny shapes, interpreted, and `step` runs on the
+    pocket model: neither says anything about speed.
 
     Args:
       what: What to time.
-      sweep: Time many kernel configurations instead of the default one.
-      nodes: Sizes of the trees.
-      out: Folder of the report.
+      ops: Operations (kernels); all if not given.
+      sweep: Time more kernel configurations (kernels).
+      preset: Sizes of the model, see configs/ (step).
+      budgets: Drafted nodes (step).
+      contexts: Lengths of the committed text (step).
+      prefill: Lengths of prompts (step).
+      accepted: Mean accepted lengths to state speed-ups for (step).
+      out: Folder of the report; experiments/results if not given.
+      json: Print the report instead of tables.
     """
-    script = EXPERIMENTS / f"{what}.py"
+    script = ROOT / "experiments" / f"{what}.py"
     if not script.is_file():
         raise FileNotFoundError(f"{script}: timing scripts come with the repository alone")
-    options = ["--nodes", *map(str, nodes), "--out", str(out), *["--sweep"] * sweep]
-    # On its own, as it ends its process to be rid of configurations that still compile.
-    return subprocess.run([sys.executable, str(script), *options], check=False).returncode
+    mine = {
+        "kernels": {"ops": ops, "sweep": sweep or None},
+        "step": {
+            "preset": preset,
+            "budgets": budgets,
+            "contexts": contexts,
+            "prefill": prefill,
+            "accepted": accepted,
+        },
+    }
+    for other, names in mine.items():
+        foreign = [name for name, value in names.items() if value is not None and other != what]
+        if foreign:
+            raise ValueError(f"--{foreign[0]} belongs to `tfm bench {other}`, not to {what}")
+    given = {**mine[what], "out": out, "json": json or None}
+    return subprocess.run(
+        [sys.executable, "-m", f"experiments.{what}", *_flags(given)], cwd=ROOT, check=False
+    ).returncode
+
+
+def _flags(options: dict) -> list[str]:
+    flags = []
+    for name, value in options.items():
+        if value is None:
+            continue
+        flags.append(f"--{name}")
+        if isinstance(value, tuple):
+            flags += map(str, value)
+        elif isinstance(value, Path):
+            flags.append(str(value.absolute()))
+        elif value is not True:
+            flags.append(str(value))
+    return flags

@@ -17,7 +17,16 @@ from flax import nnx
 from pallas_kernels import gdn_tree
 from tfm_jax.config import LINEAR, VerifierConfig
 from tfm_jax.models.gated_delta import chunked_delta_rule, gates, unit_length
-from tfm_jax.models.layers import GatedMLP, Linear, RMSNorm, attend, project, rms_norm, rotate
+from tfm_jax.models.layers import (
+    GatedMLP,
+    Linear,
+    Projections,
+    RMSNorm,
+    attend,
+    project,
+    rms_norm,
+    rotate,
+)
 from tfm_jax.tree import Topology
 
 
@@ -102,8 +111,10 @@ class DepthwiseConv(nnx.Module):
         return y
 
 
-class GatedDeltaNet(nnx.Module):
+class GatedDeltaNet(Projections):
     """Linear attention by the gated delta rule (the `linear_attention` mixer of Qwen3.5/3.6)."""
+
+    names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
     def __init__(self, config: VerifierConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
         hidden, values = config.hidden_size, config.linear_num_value_heads
@@ -145,10 +156,10 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[jax.Array, LinearCache]:
         """Runs rows [T, H] in sequence; rows from `count` on leave the cache as it is."""
         rows, width = h.shape[0], self.config.linear_conv_kernel_dim
-        inputs = self.in_proj_qkv(h)
+        inputs, z, b, a = self.project_all(h)
         line = jnp.concatenate([cache.history.astype(inputs.dtype), inputs])
         q, k, v = self._heads([line[i : i + rows] for i in range(width)])
-        g, beta = self._gates(h)
+        g, beta = gates(a, b, self.A_log[...], self.dt_bias[...])
         real = (jnp.arange(rows) < count)[:, None]
         out, state = chunked_delta_rule(
             q,
@@ -160,21 +171,21 @@ class GatedDeltaNet(nnx.Module):
         )
         history = jax.lax.dynamic_slice_in_dim(line, count, width - 1)
         cache = LinearCache(state=state, history=history.astype(cache.history.dtype))
-        return self._output(h, out), cache
+        return self._output(z, out), cache
 
     def verify(
         self, h: jax.Array, cache: LinearCache, topology: Topology
     ) -> tuple[jax.Array, LinearPending]:
         """Runs tree rows [N, H], each after its own path; nothing is committed."""
-        inputs = self.in_proj_qkv(h)
+        inputs, z, b, a = self.project_all(h)
         line = jnp.concatenate([cache.history.astype(inputs.dtype), inputs])
         q, k, v = self._heads([line[topology.taps[:, i]] for i in range(topology.taps.shape[1])])
-        g, beta = self._gates(h)
+        g, beta = gates(a, b, self.A_log[...], self.dt_bias[...])
         result = gdn_tree.gdn_tree_verify(
             q, k, v, g, beta, cache.state, topology.parents, topology=topology.gdn
         )
         pending = LinearPending(k=k, u=result.u, log_decay=result.log_decay, inputs=inputs)
-        return self._output(h, result.out), pending
+        return self._output(z, result.out), pending
 
     def _heads(self, taps: list[jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         c = self.config
@@ -186,19 +197,17 @@ class GatedDeltaNet(nnx.Module):
         v = v.reshape(rows, c.linear_num_value_heads, c.linear_value_head_dim)
         return q * c.linear_key_head_dim**-0.5, k, v
 
-    def _gates(self, h: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return gates(self.in_proj_a(h), self.in_proj_b(h), self.A_log[...], self.dt_bias[...])
-
-    def _output(self, h: jax.Array, out: jax.Array) -> jax.Array:
+    def _output(self, z: jax.Array, out: jax.Array) -> jax.Array:
         c = self.config
-        z = self.in_proj_z(h).reshape(-1, c.linear_num_value_heads, c.linear_value_head_dim)
         y = rms_norm(out, self.norm.weight[...], c.rms_norm_eps)
-        y = y * jax.nn.silu(z.astype(jnp.float32))
-        return self.out_proj(y.reshape(-1, c.linear_value_dim).astype(h.dtype))
+        y = y * jax.nn.silu(z.reshape(y.shape).astype(jnp.float32))
+        return self.out_proj(y.reshape(-1, c.linear_value_dim).astype(z.dtype))
 
 
-class GatedAttention(nnx.Module):
+class GatedAttention(Projections):
     """Softmax attention with normed, partly rotated heads and a sigmoid output gate."""
+
+    names = ("q_proj", "k_proj", "v_proj")
 
     def __init__(self, config: VerifierConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
         hidden, size = config.hidden_size, config.head_dim
@@ -233,10 +242,11 @@ class GatedAttention(nnx.Module):
         """
         c = self.config
         rows = h.shape[0]
-        both = self.q_proj(h).reshape(rows, c.num_attention_heads, 2, c.head_dim)
+        both, k, v = self.project_all(h)
+        both = both.reshape(rows, c.num_attention_heads, 2, c.head_dim)
         q, gate = self.q_norm(both[:, :, 0]), both[:, :, 1]
-        k = self.k_norm(self.k_proj(h).reshape(rows, c.num_key_value_heads, c.head_dim))
-        v = self.v_proj(h).reshape(rows, c.num_key_value_heads, c.head_dim)
+        k = self.k_norm(k.reshape(rows, c.num_key_value_heads, c.head_dim))
+        v = v.reshape(rows, c.num_key_value_heads, c.head_dim)
         q = rotate(q, positions, c.rope_theta, c.rotary_dim)
         k = rotate(k, positions, c.rope_theta, c.rotary_dim)
         own = KVPending(key=jnp.swapaxes(k, 0, 1), value=jnp.swapaxes(v, 0, 1))

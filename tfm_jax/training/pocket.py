@@ -16,7 +16,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,6 +26,7 @@ from tfm_jax.checkpoints.opened import open_drafter, open_verifier
 from tfm_jax.config import DrafterConfig, VerifierConfig, WeaverConfig
 from tfm_jax.models.dflash import Drafter
 from tfm_jax.models.qwen36 import Verifier
+from tfm_jax.presets import Geometry, parse_geometry
 from tfm_jax.text import load_tokenizer
 from tfm_jax.training.batches import MIXTURE, TokenBatches, load_streams
 from tfm_jax.training.continuations import Continuations, generate_continuations
@@ -38,8 +39,6 @@ from tfm_jax.training.weaver import WeaverRecipe, train_weaver
 STAGES = ("verifier", "continuations", "dflash", "weaver")
 CONFIG = Path(__file__).parents[2] / "configs" / "pocket.json"
 ASSETS = Path(__file__).parents[1] / "assets" / "pocket" / "verifier" / "verifier"
-
-Config = TypeVar("Config")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,9 +78,10 @@ class Run:
             return None
         return self.seconds * (1 - reserve) - (time.monotonic() - self.begin)
 
-    def network(self, kind: type[Config], name: str) -> Config:
-        """The configuration of one network."""
-        return kind(**_tuples(self.settings[name]))
+    @property
+    def geometry(self) -> Geometry:
+        """Sizes of the three networks."""
+        return parse_geometry(self.settings, "the configuration")
 
     def optimiser(self) -> OptimiserConfig:
         return OptimiserConfig(**self.options["optimiser"])
@@ -149,7 +149,7 @@ def train_stage(
 
 
 def _verifier(run: Run) -> dict[str, Any]:
-    config = run.network(VerifierConfig, "verifier")
+    config = run.geometry.verifier
     rows, length = run.options["rows"], run.options["length"]
     streams = load_streams(run.corpus / "tokens.npz.xz")
     mixture = domain_shares(MIXTURE, list(streams))
@@ -203,7 +203,7 @@ def _continuations(run: Run) -> dict[str, Any]:
 
 
 def _drafter(run: Run) -> dict[str, Any]:
-    config = run.network(DrafterConfig, "drafter")
+    config = run.geometry.drafter
     texts = Continuations.load(run.out / "continuations.npz")
     recipe = DrafterRecipe(**run.options["recipe"])
     state = train_drafter(
@@ -222,7 +222,7 @@ def _drafter(run: Run) -> dict[str, Any]:
 
 
 def _weaver(run: Run) -> dict[str, Any]:
-    config = run.network(WeaverConfig, "weaver")
+    config = run.geometry.weaver
     texts = Continuations.load(run.out / "continuations.npz")
     recipe = WeaverRecipe(**run.options["recipe"])
     state = train_weaver(
@@ -295,8 +295,8 @@ def _find_tokenizer(corpus: Path, given: str | Path | None) -> Path:
 def _copy_tokenizer(run: Run, source: Path) -> None:
     """Stores the tokenizer with the verifier, once it is known to fit the configuration."""
     tokenizer = load_tokenizer(source)
-    verifier = run.network(VerifierConfig, "verifier")
-    drafter = run.network(DrafterConfig, "drafter")
+    verifier = run.geometry.verifier
+    drafter = run.geometry.drafter
     ends = (tokenizer.token_id(END_OF_TEXT), tokenizer.token_id(TURN_END))
     expected = (tokenizer.vocab_size, ends, tokenizer.token_id(MASK))
     given = (verifier.vocab_size, verifier.eos_token_ids, drafter.mask_token_id)
@@ -307,10 +307,6 @@ def _copy_tokenizer(run: Run, source: Path) -> None:
         )
     (run.out / "verifier").mkdir(exist_ok=True)
     shutil.copyfile(source, run.out / "verifier" / "tokenizer.json")
-
-
-def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

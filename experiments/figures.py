@@ -1,0 +1,94 @@
+"""Draws the figures of the measured results: python -m experiments.figures
+
+Reads the JSON files in `experiments/results/`, writes SVG files beside them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+RESULTS = Path(__file__).parent / "results"
+NAMES = {
+    "pallas": "Pallas",
+    "xla": "XLA",
+    "per_branch": "per-branch recurrence",
+    "dense": "XLA, whole capacity",
+}
+
+
+def kernel_figure(result: dict[str, Any]) -> Figure:
+    """Time of one layer's tree verification against the size of the tree."""
+    figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
+    rows = result["ops"]["gdn_tree"]
+    for kind in ("pallas", "xla", "per_branch"):
+        points = [(r["nodes"], r[f"{kind}_us"]) for r in rows if f"{kind}_us" in r]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=NAMES[kind])
+    floors = [(r["nodes"], r["floor_us"]) for r in rows if "floor_us" in r]
+    axes.plot(*zip(*floors, strict=True), color="grey", linestyle=":", label="floor")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="tree nodes",
+        ylabel="microseconds a layer",
+        title=f"GDN tree verification, Qwen3.6-27B shapes, {result['device']}",
+    )
+    ticks = [r["nodes"] for r in rows if r["nodes"] & (r["nodes"] - 1) == 0]
+    axes.set_xticks(ticks, [str(n) for n in ticks])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    return figure
+
+
+def step_figure(result: dict[str, Any]) -> Figure:
+    """Phases of a round, stacked, for every method and budget."""
+    figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
+    rows = [row for row in result["rounds"] if row.get("phases_ms")]
+    names = [r["method"] + (f"\nB={r['budget']}" if r["budget"] else "") for r in rows]
+    bottom = [0.0] * len(rows)
+    for part in ("draft", "grow", "verify", "accept+commit"):
+        height = [row["phases_ms"].get(part, 0.0) for row in rows]
+        axes.bar(names, height, bottom=bottom, label=part, width=0.7)
+        bottom = [a + b for a, b in zip(bottom, height, strict=True)]
+    axes.plot(names, [r["round_ms"] for r in rows], "k_", markersize=18, label="whole round")
+    if result.get("floor_ms"):
+        axes.axhline(result["floor_ms"], color="grey", linestyle=":", label="weight floor")
+    axes.set(
+        ylabel="milliseconds a round",
+        title=f"{result['preset']}, {result['device']}, context {rows[0]['context']}",
+    )
+    axes.legend(frameon=False, ncols=3, fontsize="small")
+    axes.set_ylim(0, max(r["round_ms"] for r in rows) * 1.3)
+    return figure
+
+
+FIGURES: dict[str, Callable[[dict[str, Any]], Figure]] = {
+    "kernels": kernel_figure,
+    "step": step_figure,
+}
+
+
+def draw(results: Path = RESULTS) -> Iterator[Path]:
+    """Draws every figure that has a result measured on a GPU; yields the files."""
+    for name, figure in FIGURES.items():
+        for source in sorted(results.glob(f"{name}_nvidia*.json")):
+            target = source.with_suffix(".svg")
+            drawn = figure(json.loads(source.read_text("utf-8")))
+            drawn.savefig(target, metadata={"Date": None})
+            plt.close(drawn)
+            yield target
+
+
+if __name__ == "__main__":
+    for written in draw():
+        print(written)

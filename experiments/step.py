@@ -1,0 +1,434 @@
+"""Time of a decoding round at full size, by phase, against plain decoding and the memory floor.
+
+    python -m experiments.step [--preset qwen3.6-27b] [--out DIR]
+
+Weights are random: time does not depend on their values. Whole rounds run the program of
+`generate`; phases are parts of it, each in a device loop of its own. Writes `step_<device>.json`.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import gc
+import json
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from experiments.kernels import commit as git_commit
+from experiments.kernels import log, matrix_rate, read_rate
+from experiments.profiles import busy, by_name
+from pallas_kernels.benchmark import compile_chain
+from tfm_jax.config import Sampling, TreeConfig
+from tfm_jax.decoding.accept import Acceptance
+from tfm_jax.decoding.commit import commit
+from tfm_jax.decoding.draft import draft
+from tfm_jax.decoding.generate import bucket, run_rounds
+from tfm_jax.decoding.prefill import prefill
+from tfm_jax.decoding.round import draft_depth, propose, shape_for, take
+from tfm_jax.decoding.state import (
+    DecodeState,
+    Request,
+    Trio,
+    empty_state,
+    make_request,
+    networks_for,
+)
+from tfm_jax.decoding.verify import verify
+from tfm_jax.model import random_model
+from tfm_jax.tree import NO_PARENT, ROOT, Tree
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+ROUNDS = 24
+REPEATS = 5
+LONGEST = 60  # kernels named in the report
+METHODS = ("ar", "dflash", "ddtree", "tfm")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One way of decoding at one length of text: method, shape of its trees, tokens committed."""
+
+    method: str
+    shape: TreeConfig
+    context: int
+
+    @property
+    def capacity(self) -> int:
+        return bucket(self.context, self.context + 32 * ROUNDS, 15)
+
+    @property
+    def name(self) -> str:
+        budget = "" if self.method == "ar" else f" B={self.shape.budget}"
+        return f"{self.method}{budget} context={self.context}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bench:
+    """The networks under test."""
+
+    trio: Trio
+
+    def setting(self, method: str, budget: int, context: int) -> Setting:
+        depth = draft_depth(networks_for(self.trio, method), method)
+        budget = min(budget, depth) if method == "dflash" else budget
+        shape = TreeConfig(budget=max(budget, 1), expand=-(-budget // 16))
+        return Setting(method=method, shape=shape_for(method, shape), context=context)
+
+    def settings(self, budgets: list[int], contexts: list[int]) -> list[Setting]:
+        """All methods and budgets at the first context; plain decoding and `tfm` at the others."""
+        first, middle = contexts[0], 64 if 64 in budgets else budgets[0]
+        found = [self.setting("ar", middle, context) for context in contexts]
+        found.append(self.setting("dflash", middle, first))
+        found += [self.setting(m, b, first) for m in ("ddtree", "tfm") for b in budgets]
+        return found + [self.setting("tfm", middle, context) for context in contexts[1:]]
+
+    def networks(self, setting: Setting) -> Trio:
+        return networks_for(self.trio, setting.method)
+
+    def state(self, setting: Setting) -> DecodeState:
+        """A state of the setting's length with noise in every cache."""
+        key = jax.random.key(1)
+
+        def fill(x: jax.Array) -> jax.Array:
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                return x
+            return 0.05 * jax.random.normal(key, x.shape, x.dtype)
+
+        empty = jax.jit(empty_state, static_argnums=1)(self.networks(setting), setting.capacity)
+        state = jax.tree.map(fill, empty)
+        return dataclasses.replace(state, length=jnp.int32(setting.context))
+
+    def request(self, setting: Setting) -> Request:
+        vocab = self.trio.verifier.config.vocab_size
+        total = setting.capacity
+        return make_request(Sampling(), end_tokens=(), vocab_limit=vocab, total=total)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """A compiled loop over rounds, as `generate` runs it."""
+
+    setting: Setting
+    compiled: Callable
+    seconds: float
+
+    @property
+    def temporary_bytes(self) -> int:
+        return self.compiled.memory_analysis().temp_size_in_bytes  # pyright: ignore
+
+    @property
+    def argument_bytes(self) -> int:
+        return self.compiled.memory_analysis().argument_size_in_bytes  # pyright: ignore
+
+
+def compile_rounds(bench: Bench, setting: Setting) -> Program:
+    """Compiles the device loop; nothing is allocated."""
+    loop = jax.jit(run_rounds, static_argnames=("method", "shape"), donate_argnames="state")
+    trio = bench.networks(setting)
+    state = jax.eval_shape(lambda: empty_state(trio, setting.capacity))
+    begin = time.perf_counter()
+    compiled = loop.lower(
+        trio,
+        state,
+        bench.request(setting),
+        jnp.int32(0),
+        method=setting.method,
+        shape=setting.shape,
+    ).compile()
+    return Program(setting=setting, compiled=compiled, seconds=time.perf_counter() - begin)
+
+
+def time_rounds(bench: Bench, program: Program) -> dict[str, Any]:
+    """Milliseconds a round, median and range over runs of ROUNDS rounds each."""
+    setting = program.setting
+    trio, request = bench.networks(setting), bench.request(setting)
+    state = bench.state(setting)
+    times = []
+    for run in range(REPEATS + 1):
+        begin = time.perf_counter()
+        state = program.compiled(trio, state, request, jnp.int32((run + 1) * ROUNDS))
+        jax.block_until_ready(state)
+        times.append((time.perf_counter() - begin) / ROUNDS * 1e3)
+    assert int(state.rounds) == (REPEATS + 1) * ROUNDS, "a run ended early"
+    times = times[1:]
+    return {
+        "method": setting.method,
+        "budget": 0 if setting.method == "ar" else setting.shape.budget,
+        "context": setting.context,
+        "round_ms": round(statistics.median(times), 3),
+        "round_ms_spread": [round(min(times), 3), round(max(times), 3)],
+        "argument_bytes": program.argument_bytes,
+        "temporary_bytes": program.temporary_bytes,
+        "compile_seconds": round(program.seconds, 1),
+    }
+
+
+def profile_rounds(bench: Bench, program: Program) -> dict[str, Any]:
+    """How much of a run's time the device is busy, kernels a round, and the longest of them."""
+    setting = program.setting
+    trio, request = bench.networks(setting), bench.request(setting)
+    state = program.compiled(trio, bench.state(setting), request, jnp.int32(2))
+    jax.block_until_ready(state)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(program.compiled(trio, state, request, jnp.int32(2 + ROUNDS)))
+        share, kernels = busy(folder)
+        longest = by_name(folder)[:LONGEST]
+    return {
+        "device_busy_share": round(share, 4),
+        "kernels_a_round": round(kernels / ROUNDS, 1),
+        "longest_kernels": [
+            {"name": name[:80], "us": round(us / ROUNDS, 1), "count": round(count / ROUNDS, 1)}
+            for name, us, count in longest
+        ],
+    }
+
+
+def spine(rows: int, depth: int) -> Tree:
+    """A full tree: a chain down to `depth`, then leaves along it."""
+    row = np.arange(rows)
+    parent = np.where(row <= depth, row - 1, row % max(depth, 1))
+    depths = np.zeros(rows, np.int32)
+    for i in range(1, rows):
+        depths[i] = depths[parent[i]] + 1
+    parent[ROOT] = NO_PARENT
+    return Tree(
+        token=jnp.asarray(row + 5, jnp.int32),
+        parent=jnp.asarray(parent, jnp.int32),
+        depth=jnp.asarray(depths),
+        score=jnp.zeros(rows),
+        logprob=jnp.zeros(rows),
+        rank=jnp.zeros(rows, jnp.int32),
+        valid=jnp.ones(rows, bool),
+    )
+
+
+def time_phases(bench: Bench, setting: Setting) -> dict[str, float]:
+    """Milliseconds of draft, growth, verification, and acceptance with commit."""
+    trio, request = bench.networks(setting), bench.request(setting)
+    state, depth = bench.state(setting), draft_depth(trio, setting.method)
+    rows = 1 if setting.method == "ar" else setting.shape.budget + 1
+    tree = spine(rows, depth)
+
+    def late(state: DecodeState, token: jax.Array) -> DecodeState:
+        return dataclasses.replace(state, length=state.length + token.astype(jnp.int32))
+
+    def drafted(token, trio, state):
+        return (draft(trio, late(state, token), request, setting.shape.pool),)
+
+    def proposed(token, trio, state):
+        return (propose(trio, late(state, token), request, setting.method, setting.shape),)
+
+    def verified(token, trio, state):
+        return (verify(trio, late(state, token), tree, request, depth),)
+
+    def committed(token, state, trio, verification):
+        acceptance = take(state, tree, verification, request, depth)
+        chain = jnp.minimum(jnp.arange(depth + 1), depth // 2)
+        acceptance = Acceptance(
+            path=chain,
+            count=jnp.int32(depth // 2 + 1) + token.astype(jnp.int32),
+            emitted=acceptance.emitted,
+            bonus=acceptance.bonus,
+        )
+        rewound = dataclasses.replace(state, length=jnp.int32(setting.context))
+        after = commit(trio, rewound, tree, verification, acceptance, request)
+        return after, after.length
+
+    def measure(function: Callable, inputs: tuple, carried: int = 0) -> float:
+        chain = compile_chain(function, [inputs], rounds=ROUNDS, carried=carried)
+        return chain.measure(REPEATS).median_us / 1e3
+
+    found: dict[str, float] = {}
+    if setting.method != "ar":
+        found["draft"] = measure(drafted, (trio, state))
+        found["grow"] = measure(proposed, (trio, state)) - found["draft"]
+    found["verify"] = measure(verified, (trio, state))
+    outline = jax.eval_shape(lambda: verified(jnp.float32(0), trio, state)[0])
+    verification = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), outline)
+    found["accept+commit"] = measure(committed, (state, trio, verification), carried=1)
+    return {name: round(ms, 3) for name, ms in found.items()}
+
+
+def floor_bytes(bench: Bench, context: int) -> int:
+    """What plain decoding reads a token: weights but the embedding, state, keys and values."""
+    verifier = bench.trio.verifier
+    weights = sum(x.nbytes for x in jax.tree.leaves(verifier))
+    if verifier.lm_head is not None:
+        weights -= verifier.embed_tokens.weight[...].nbytes
+    one = jax.eval_shape(lambda: verifier.empty_caches(1))
+    more = jax.eval_shape(lambda: verifier.empty_caches(2))
+    size = lambda caches: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(caches))
+    a_row = size(more) - size(one)
+    return weights + size(one) - a_row + context * a_row
+
+
+def time_prefill(bench: Bench, lengths: list[int], flops_rate: float) -> list[dict[str, Any]]:
+    """Tokens a second of the verifier's prefill and its share of the matrix rate."""
+    trio = networks_for(bench.trio, "ar")
+    head = trio.verifier.output_rows.size
+    parameters = sum(x.size for x in jax.tree.leaves(trio.verifier)) - 2 * head
+    rows = []
+    for length in lengths:
+        tokens = np.random.default_rng(0).integers(5, 1000, length).astype(np.int32)
+        times = []
+        for _ in range(3):
+            begin = time.perf_counter()
+            jax.block_until_ready(prefill(trio, tokens, bucket(length, length + 1, 0)))
+            times.append(time.perf_counter() - begin)
+        rate = length / min(times[1:])
+        share = 2 * parameters * rate / flops_rate if flops_rate else 0.0
+        rows.append(
+            {
+                "tokens": length,
+                "tokens_per_second": round(rate),
+                "share_of_matrix_rate": round(share, 3),
+            }
+        )
+        log(f"prefill {rows[-1]}")
+    return rows
+
+
+def measure(
+    bench: Bench,
+    *,
+    budgets: list[int],
+    contexts: list[int],
+    prefills: list[int],
+    phased: bool,
+    profiled: bool,
+) -> dict[str, Any]:
+    """Runs everything; the report as it is stored."""
+    rates = {"read": read_rate(), "matrix": matrix_rate()} if on_gpu() else {}
+    settings = bench.settings(budgets, contexts)
+    begin = time.perf_counter()
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        programs = list(pool.map(functools.partial(compile_rounds, bench), settings))
+    log(f"{len(programs)} loops compiled in {time.perf_counter() - begin:.0f} s")
+    rounds = []
+    for program in programs:
+        row = time_rounds(bench, program)
+        if profiled and program.setting.context == contexts[0]:
+            row |= profile_rounds(bench, program)
+        rounds.append(row)
+        log(f"{program.setting.name}: {row}")
+        gc.collect()
+    plain = {row["context"]: row["round_ms"] for row in rounds if row["method"] == "ar"}
+    for row, program in zip(rounds, programs, strict=True):
+        row["ratio_to_ar"] = round(row["round_ms"] / plain[row["context"]], 4)
+        if phased and program.setting.context == contexts[0]:
+            row["phases_ms"] = time_phases(bench, program.setting)
+            log(f"{program.setting.name}: {row['phases_ms']}")
+    floors = {c: floor_bytes(bench, c) for c in contexts}
+    floor = lambda c: round(floors[c] / rates["read"] * 1e3, 3) if rates else None
+    largest = max(row["argument_bytes"] + row["temporary_bytes"] for row in rounds)
+    return {
+        "floor_ms": floor(contexts[0]),
+        "floors_ms": {str(c): floor(c) for c in contexts},
+        "floor_bytes": {str(c): floors[c] for c in contexts},
+        "read_bandwidth_gbs": round(rates["read"] / 1e9, 1) if rates else None,
+        "matrix_tflops": round(rates["matrix"] / 1e12, 1) if rates else None,
+        "ar_ms": plain[contexts[0]],
+        "rounds": rounds,
+        "prefill": time_prefill(bench, prefills, rates.get("matrix", 0.0)),
+        "peak_memory_bytes": largest,
+        "timed": on_gpu(),
+    }
+
+
+def on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def show(report: dict[str, Any], lengths: list[float]) -> None:
+    """Prints the rounds, and what accepted lengths make of them."""
+    console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
+    parts = list(dict.fromkeys(p for row in report["rounds"] for p in row.get("phases_ms", {})))
+    table = Table("method", "B", "context", "round, ms", "x plain", *parts, title="A round")
+    for row in report["rounds"]:
+        phases = row.get("phases_ms", {})
+        table.add_row(
+            row["method"],
+            str(row["budget"]),
+            str(row["context"]),
+            f"{row['round_ms']:.2f}",
+            f"{row['ratio_to_ar']:.3f}",
+            *(f"{phases[p]:.2f}" if p in phases else "" for p in parts),
+        )
+    console.print(table)
+    if report["floor_ms"]:
+        share = report["ar_ms"] / report["floor_ms"]
+        console.print(
+            f"plain decoding {report['ar_ms']:.2f} ms, {share:.3f} times the floor of "
+            f"{report['floor_ms']:.2f} ms at {report['read_bandwidth_gbs']:.0f} GB/s"
+        )
+    gains = Table(
+        "method", "B", "breaks even at", *(f"{x:g} tokens a round" for x in lengths),
+        title="Speed-up over plain decoding, by mean accepted length",
+    )  # fmt: skip
+    for row in report["rounds"]:
+        if row["method"] != "ar" and row["context"] == report["rounds"][0]["context"]:
+            ratio = row["ratio_to_ar"]
+            gains.add_row(
+                row["method"], str(row["budget"]), f"{ratio:.2f}",
+                *(f"{x / ratio:.2f}x" for x in lengths),
+            )  # fmt: skip
+    console.print(gains)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Times decoding rounds at full size.")
+    parser.add_argument("--preset", default="qwen3.6-27b" if on_gpu() else "pocket")
+    parser.add_argument("--budgets", type=int, nargs="+", default=[16, 32, 64, 128])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 32768, 131072])
+    parser.add_argument("--prefill", type=int, nargs="+", default=[4096, 32768])
+    parser.add_argument("--accepted", type=float, nargs="+", default=[2, 4, 6, 8])
+    parser.add_argument("--no-phases", action="store_true", help="time whole rounds only")
+    parser.add_argument("--no-profile", action="store_true", help="skip the device profile")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the report")
+    parser.add_argument("--json", action="store_true", help="print the report instead of tables")
+    options = parser.parse_args(arguments)
+    device = jax.devices()[0].device_kind
+    setting = {
+        "device": device,
+        "jax": jax.__version__,
+        "commit": git_commit(),
+        "preset": options.preset,
+    }
+    begin = time.perf_counter()
+    model = random_model(options.preset)
+    jax.block_until_ready(jax.tree.leaves(model.trio))
+    log(f"{options.preset}: weights made in {time.perf_counter() - begin:.0f} s")
+    setting["dtype"] = str(model.trio.verifier.dtype)
+    report = setting | measure(
+        Bench(trio=model.trio),
+        budgets=options.budgets,
+        contexts=options.contexts,
+        prefills=options.prefill,
+        phased=not options.no_phases,
+        profiled=on_gpu() and not options.no_profile,
+    )
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"step_{device.replace(' ', '_').lower()}.json"
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    if options.json:
+        print(json.dumps(report, indent=1))
+    else:
+        show(report, options.accepted)
+    log(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Which implementation an operation runs: one rule and one message for all of them."""
+
+import functools
+import typing
+import warnings
+
+import jax
+
+Implementation = typing.Literal["auto", "pallas", "xla", "reference"]
+
+_CAPABILITY = 8.0  # tensor cores that take bfloat16
+
+
+def choose(op: str, implementation: Implementation, refusal: str | None = None) -> Implementation:
+    """Returns "pallas", "xla" or "reference" for an operation on the default device.
+
+    "auto" takes the kernel where it runs compiled. On a GPU that it does not support it falls
+    back to XLA and says so once; on a CPU XLA is the natural choice, and nothing is said.
+
+    Args:
+      op: name of the public function, for messages.
+      implementation: what the caller asked for. "pallas" runs interpreted on a CPU.
+      refusal: why the kernel does not take these shapes; None if it does.
+
+    Raises:
+      ValueError: an unknown implementation.
+      NotImplementedError: "pallas" on a device or shape it does not support.
+    """
+    if implementation not in typing.get_args(Implementation):
+        options = ", ".join(typing.get_args(Implementation))
+        raise ValueError(f"implementation must be one of {options}, got {implementation!r}")
+    if implementation not in ("auto", "pallas"):
+        return implementation
+    platform = jax.default_backend()
+    reason = refusal or _unsupported_device(platform)
+    if implementation == "pallas":
+        if reason:
+            raise NotImplementedError(f"{op} as a Pallas kernel: {reason}")
+        return "pallas"
+    if platform == "cpu":
+        return "xla"
+    if reason:
+        _warn_once(op, reason)
+        return "xla"
+    return "pallas"
+
+
+def interpreted() -> bool:
+    """Whether kernels run interpreted: on a CPU, where there is nothing to compile them for."""
+    return jax.default_backend() == "cpu"
+
+
+def _unsupported_device(platform: str) -> str | None:
+    if platform == "cpu":
+        return None
+    if platform not in ("gpu", "cuda"):
+        return f"it needs an NVIDIA GPU, got platform {platform!r}"
+    capability = str(getattr(jax.local_devices()[0], "compute_capability", "unknown"))
+    try:
+        enough = float(capability) >= _CAPABILITY
+    except ValueError:
+        enough = False
+    return None if enough else f"it needs compute capability 8.0 or above, got {capability}"
+
+
+@functools.cache
+def _warn_once(op: str, reason: str) -> None:
+    warnings.warn(f"{op} falls back to XLA: {reason}", stacklevel=5)

@@ -1,0 +1,5 @@
+"""Attention of a draft tree's rows over each other and a long cache of keys and values."""
+
+from pallas_kernels.tree_attention.attend import tree_attention
+
+__all__ = ["tree_attention"]

@@ -1,0 +1,206 @@
+"""The cases that tests and timings share: row counts, head layouts, lengths and hostile scores."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+TOLERANCE = {"bfloat16": 2e-3, "float32": 1e-5}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spec:
+    """One attention problem.
+
+    Attributes:
+      name: unique among the cases.
+      nodes: tree rows.
+      groups: key heads.
+      ratio: query heads of a key head.
+      size: columns of a head.
+      length: cache rows that count.
+      capacity: cache rows there are.
+      scores: "mild", "sharp" (one key takes nearly all), "rising" (the maximum grows along the
+        cache, so every block rescales what came before), "falling" or "equal" (all keys alike).
+      blind: rows at the end that neither see nor are seen, as padding is.
+    """
+
+    name: str
+    nodes: int
+    groups: int = 1
+    ratio: int = 2
+    size: int = 16
+    length: int
+    capacity: int
+    scores: str = "mild"
+    blind: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Arguments of `tree_attention` as numpy arrays, floats in float32, shapes as there."""
+
+    q: np.ndarray
+    own_keys: np.ndarray
+    own_values: np.ndarray
+    visible: np.ndarray
+    keys: np.ndarray
+    values: np.ndarray
+    length: np.ndarray
+
+    def arguments(self, dtype=jnp.float32) -> tuple[jax.Array, ...]:
+        """The arrays on the device, in the order of `tree_attention`, floats in `dtype`."""
+        arrays = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return tuple(jnp.asarray(x, dtype if x.dtype == np.float32 else x.dtype) for x in arrays)
+
+    def rounded(self) -> "Inputs":
+        """The inputs as bfloat16 holds them."""
+        names = ("q", "own_keys", "own_values", "keys", "values")
+        low = {n: np.float32(jnp.asarray(getattr(self, n), jnp.bfloat16)) for n in names}
+        return dataclasses.replace(self, **low)
+
+    def poisoned(self) -> "Inputs":
+        """The inputs with NaN in everything that does not count."""
+        names = ("own_keys", "own_values", "keys", "values")
+        changed = {name: getattr(self, name).copy() for name in names}
+        unseen = ~self.visible.any(axis=0)
+        for name in names[:2]:
+            changed[name][:, unseen] = np.nan
+        for name in names[2:]:
+            changed[name][:, int(self.length) :] = np.nan
+        return dataclasses.replace(self, **changed)
+
+
+def make_inputs(spec: Spec, seed: int = 0) -> Inputs:
+    """Returns the inputs of a case, the same for the same seed."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape, dtype=np.float32)
+
+    q = normal(spec.nodes, spec.groups * spec.ratio, spec.size)
+    own = (spec.groups, spec.nodes, spec.size)
+    cache = (spec.groups, spec.capacity, spec.size)
+    keys, values = normal(*cache), normal(*cache)
+    place = np.linspace(0, 1, spec.capacity, dtype=np.float32)[:, None]
+    match spec.scores:
+        case "mild":
+            pass
+        case "sharp":
+            keys *= 12
+        case "rising" | "falling":
+            q[..., 0] = 4 * spec.size**0.5
+            keys[..., :1] = 4 * (place if spec.scores == "rising" else 1 - place)
+        case "equal":
+            keys[:] = keys[:, :1]
+        case _:
+            raise ValueError(f"no such scores: {spec.scores!r}")
+    return Inputs(
+        q=q,
+        own_keys=normal(*own),
+        own_values=normal(*own),
+        visible=_make_tree(spec, rng),
+        keys=keys,
+        values=values,
+        length=np.asarray(spec.length, np.int32),
+    )
+
+
+def _make_tree(spec: Spec, rng: np.random.Generator) -> np.ndarray:
+    """Who sees whom in a random tree: a row sees its ancestors and itself."""
+    visible = np.eye(spec.nodes, dtype=np.bool_)
+    for row in range(1, spec.nodes):
+        visible[row] |= visible[rng.integers(max(0, row - 8), row)]
+    nodes = spec.nodes - spec.blind
+    visible[nodes:] = False
+    return visible
+
+
+def solve(inputs: Inputs) -> np.ndarray:
+    """Returns the exact result in float64 numpy, [N, H, D]."""
+    nodes, heads, size = inputs.q.shape
+    groups = len(inputs.keys)
+    length = int(inputs.length)
+    ratio = heads // groups
+    own = np.repeat(inputs.visible, ratio, axis=0)
+    out = np.zeros((nodes, groups, ratio, size))
+    for group in range(groups):  # one at a time: scores of a long cache are large
+        q = inputs.q.reshape(nodes, groups, ratio, size)[:, group].reshape(-1, size)
+        q = q.astype(np.float64) * size**-0.5
+        scores = np.concatenate(
+            [
+                q @ inputs.keys[group, :length].T.astype(np.float64),
+                np.where(own, q @ inputs.own_keys[group].T.astype(np.float64), -np.inf),
+            ],
+            axis=1,
+        )
+        scores -= np.maximum(scores.max(axis=1, keepdims=True), -1e300)
+        weights = np.exp(scores, out=scores)
+        total = weights.sum(axis=1, keepdims=True)
+        mixed = weights[:, :length] @ inputs.values[group, :length].astype(np.float64)
+        mixed += weights[:, length:] @ inputs.own_values[group].astype(np.float64)
+        out[:, group] = (mixed / np.where(total > 0, total, 1)).reshape(nodes, ratio, size)
+    return out.reshape(nodes, heads, size)
+
+
+def error(actual: jax.Array, exact: np.ndarray) -> float:
+    """Largest difference over the largest exact value, less what the result's type must lose.
+
+    A bfloat16 result is off by up to half a unit in its last place however it was computed, which
+    alone may be 4e-3 of a value.
+    """
+    half = jnp.finfo(actual.dtype).eps / 2 * 2.0 ** np.floor(np.log2(np.abs(exact) + 1e-300))
+    off = np.abs(np.asarray(actual, np.float64) - exact) - half
+    return float(np.maximum(off, 0).max() / np.abs(exact).max()) if np.any(exact) else off.max()
+
+
+# One shape with lengths about the edges of blocks and with hostile scores: compiling is what the
+# tests cost. Then ratios 1 to 8, sizes that are no powers of two, and a nearly empty long cache.
+_SHARED: dict[str, Any] = {"nodes": 6, "groups": 2, "ratio": 3, "size": 16, "capacity": 160}
+SMALL = (
+    *(
+        Spec(name=f"length_{length}", length=length, blind=2, **_SHARED)
+        for length in (0, 1, 95, 96, 97, 160)
+    ),
+    *(
+        Spec(name=scores, length=129, scores=scores, **_SHARED)
+        for scores in ("sharp", "rising", "falling", "equal")
+    ),
+    Spec(name="one_row", nodes=1, ratio=6, size=24, length=83, capacity=83),
+    Spec(name="ratio_8", nodes=35, ratio=8, length=65, capacity=83),
+    Spec(name="short_in_long", nodes=3, ratio=1, length=70, capacity=4096, blind=1),
+)
+
+
+def _real(name: str, nodes: int, length: int, capacity: int, **changes) -> Spec:
+    layout: dict[str, Any] = {"groups": 4, "ratio": 6, "size": 256} | changes
+    return Spec(name=name, nodes=nodes, length=length, capacity=capacity, **layout)
+
+
+# Head layouts of the checkpoints.
+REAL = (
+    _real("decode", 1, 1000, 8192),
+    _real("decode_long", 1, 32768, 32768 + 512),
+    _real("chain_9", 9, 3001, 4096),
+    _real("tree_17", 17, 1023, 32768),
+    _real("tree_33", 33, 4097, 8192),
+    _real("tree_65", 65, 8192, 16384),
+    _real("tree_65_short", 65, 5, 1024, blind=7),
+    _real("tree_65_empty", 65, 0, 1024, blind=7),
+    _real("tree_129", 129, 2047, 4096),
+    _real("tree_257", 257, 1500, 2048),
+    _real("sharp_65", 65, 2000, 4096, scores="sharp"),
+    _real("rising_65", 65, 2000, 4096, scores="rising"),
+    _real("falling_17", 17, 2000, 4096, scores="falling"),
+    _real("equal_17", 17, 2000, 4096, scores="equal"),
+    _real("size_128_ratio_4", 33, 1111, 2048, size=128, groups=2, ratio=4),
+    _real("size_24_ratio_3", 33, 1111, 2048, size=24, groups=2, ratio=3),
+)
+
+
+def benchmark_spec(rows: int, context: int, capacity: int | None = None) -> Spec:
+    """An attention layer of Qwen3.6-27B, in a cache with some room to grow unless stated."""
+    capacity = min(2 * context, context + 4096) if capacity is None else capacity
+    return _real(f"qwen36_27b_{rows}_{context}", rows, context, capacity)

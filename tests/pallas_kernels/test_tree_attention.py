@@ -1,0 +1,206 @@
+"""Every implementation of tree attention against float64, on lengths and scores that hurt."""
+
+import dataclasses
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hopper import lower_for_hopper
+
+from pallas_kernels import choice
+from pallas_kernels.tree_attention import pallas, tree_attention, xla
+from pallas_kernels.tree_attention.specs import (
+    REAL,
+    SMALL,
+    TOLERANCE,
+    Spec,
+    benchmark_spec,
+    error,
+    make_inputs,
+    solve,
+)
+
+# Interpreted kernels are large programs: compile time is what these tests cost.
+FAST_COMPILE = {"xla_backend_optimization_level": 0}
+TAIL = pallas.Config(block_q=16, block_k=16, block_d=16, tail_q=16, programs=14)
+
+
+def specs(cases):
+    return pytest.mark.parametrize("spec", cases, ids=lambda spec: spec.name)
+
+
+@functools.cache
+def compiled(name: str, size: int):
+    """The implementation for the CPU, the kernel interpreted."""
+    scale = size**-0.5
+    functions = {
+        "pallas": functools.partial(pallas.attend, scale=scale, interpret=True),
+        "tail": functools.partial(pallas.attend, scale=scale, interpret=True, config=TAIL),
+        "blocks": functools.partial(xla.attend, scale=scale, block=32),
+        "xla": functools.partial(tree_attention, implementation="xla"),
+        "reference": functools.partial(tree_attention, implementation="reference"),
+    }
+    return jax.jit(functions[name], compiler_options=FAST_COMPILE)
+
+
+def run(name: str, spec: Spec, dtype=jnp.float32) -> tuple[jax.Array, np.ndarray]:
+    inputs = make_inputs(spec)
+    if dtype == jnp.bfloat16:
+        inputs = inputs.rounded()
+    out = compiled(name, spec.size)(*inputs.poisoned().arguments(dtype))
+    assert out.dtype == dtype
+    return out, solve(inputs)
+
+
+SHARED = [spec for spec in SMALL if spec.capacity == 160]
+
+
+@specs(SHARED)
+@pytest.mark.parametrize("name", ["pallas", "blocks", "reference"])
+def test_float32(name, spec):
+    assert error(*run(name, spec)) < TOLERANCE["float32"]
+
+
+@specs(SHARED)
+@pytest.mark.parametrize("name", ["tail", "xla"])
+def test_bfloat16(name, spec):
+    assert error(*run(name, spec, jnp.bfloat16)) < TOLERANCE["bfloat16"]
+
+
+@specs([spec for spec in SMALL if spec not in SHARED])
+@pytest.mark.parametrize("name", ["pallas", "xla"])
+def test_other_shapes(name, spec):
+    assert error(*run(name, spec, jnp.bfloat16)) < TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("pallas", jnp.float32), ("tail", jnp.bfloat16), ("blocks", jnp.float32)]
+)
+def test_edges(name, dtype):
+    """Rows that see nothing are zero, and a length out of range reads nothing outside the cache."""
+    spec = SMALL[0]
+    *args, _ = make_inputs(spec).rounded().arguments(dtype)
+    call = compiled(name, spec.size)
+    empty = np.asarray(call(*args, jnp.int32(0)), np.float32)
+    assert np.all(empty[-spec.blind :] == 0)
+    assert np.all(np.any(empty[: -spec.blind] != 0, axis=(1, 2)))
+    np.testing.assert_array_equal(np.float32(call(*args, jnp.int32(-3))), empty)
+    whole = call(*args, jnp.int32(spec.capacity))
+    np.testing.assert_array_equal(call(*args, jnp.int32(2**30)), whole)
+
+
+def test_scale():
+    spec = SMALL[3]
+    q, *rest = make_inputs(spec).arguments()
+    call = functools.partial(tree_attention, scale=0.5 * spec.size**-0.5, implementation="xla")
+    out = jax.jit(call, compiler_options=FAST_COMPILE)(q, *rest)
+    expected = compiled("reference", spec.size)(q * 0.5, *rest)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+def test_programs_and_splits_follow_rows_and_capacity():
+    config = pallas.default_config(390, 256, jnp.dtype(jnp.bfloat16))
+    (band,) = pallas._bands(390, 4, 2000, config)
+    assert 4 * band.blocks * band.splits <= 132 < 4 * band.blocks * (band.splits + 1)
+    config = dataclasses.replace(config, block_q=128, tail_q=16)
+    full, tail = pallas._bands(390, 4, 2000, config)
+    assert (full.blocks, tail.first, tail.blocks, tail.block_q) == (3, 384, 1, 16)
+    assert 4 * (full.blocks * full.splits + tail.splits) <= 132
+    assert pallas._bands(390, 4, 3, config)[0].splits == 3
+    assert [band.splits for band in pallas._bands(1542, 4, 2000, config)] == [2, 9]
+
+
+def test_scores_never_lie_in_device_memory():
+    """What the first launch leaves, and what XLA allocates, is small against all scores."""
+    spec = benchmark_spec(65, 131072)
+    args = shapes(spec, jnp.float32)
+    jaxpr = jax.make_jaxpr(functools.partial(pallas.attend, scale=1.0))(*args)
+    largest = max(x.aval.size for equation in jaxpr.eqns for x in equation.outvars)
+    scores = spec.nodes * spec.groups * spec.ratio * spec.capacity
+    assert largest < scores / 40
+    call = jax.jit(functools.partial(xla.attend, scale=1.0), compiler_options=FAST_COMPILE)
+    used = call.lower(*args).compile().memory_analysis()
+    assert used.temp_size_in_bytes < 4 * scores / 5
+
+
+@specs([spec for spec in REAL if spec.name in ("decode", "tree_65", "size_24_ratio_3")])
+def test_lowers_for_hopper(spec):
+    call = functools.partial(pallas.attend, scale=0.1)
+    for dtype in (jnp.bfloat16, jnp.float32) if spec.nodes == 65 else (jnp.bfloat16,):
+        assert "xla.gpu.triton" in lower_for_hopper(call, *shapes(spec, dtype)), dtype
+
+
+def test_two_bands_lower_for_hopper():
+    config = pallas.Config(block_q=128, block_k=32, block_d=256, tail_q=16, num_warps=8)
+    call = functools.partial(pallas.attend, scale=0.1, config=config)
+    text = lower_for_hopper(call, *shapes(benchmark_spec(65, 8192), jnp.bfloat16))
+    assert "xla.gpu.triton" in text
+
+
+def shapes(spec: Spec, dtype) -> list[jax.ShapeDtypeStruct]:
+    heads = spec.groups * spec.ratio
+    own = (spec.groups, spec.nodes, spec.size)
+    cache = (spec.groups, spec.capacity, spec.size)
+    floats = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape in ((spec.nodes, heads, spec.size), own, own, cache, cache)
+    ]
+    visible = jax.ShapeDtypeStruct((spec.nodes, spec.nodes), jnp.bool_)
+    return [*floats[:3], visible, *floats[3:], jax.ShapeDtypeStruct((), jnp.int32)]
+
+
+def test_unsupported_device_falls_back_once_or_refuses(monkeypatch):
+    args = make_inputs(SMALL[2]).arguments()
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(pallas, "attend", None)
+    choice._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="tree_attention falls back to XLA.*platform 'tpu'"):
+        result = jax.eval_shape(tree_attention, *args)
+    assert result.shape == args[0].shape
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.eval_shape(lambda *x: tree_attention(*x), *args)
+    with pytest.raises(NotImplementedError, match="platform 'tpu'"):
+        tree_attention(*args, implementation="pallas")
+
+
+def test_large_heads_are_refused():
+    args = make_inputs(Spec(name="", nodes=1, size=264, length=3, capacity=4)).arguments()
+    with pytest.raises(NotImplementedError, match="at most 256 columns are supported, got 264"):
+        tree_attention(*args, implementation="pallas")
+    assert jax.eval_shape(tree_attention, *args).shape == (1, 2, 264)
+
+
+@pytest.mark.parametrize("size", [0, 8, 24])
+def test_configuration_refuses_sizes(size):
+    with pytest.raises(ValueError, match=f"power of two >= 16, got {size}"):
+        pallas.Config(block_q=16, block_k=size, block_d=16)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"q": np.zeros((4, 4, 16), np.float16)}, TypeError, "q must be float32 or bfloat16"),
+        ({"values": [1.0]}, TypeError, "values must be an array, got list"),
+        ({"keys": np.zeros((2, 8, 16), jnp.bfloat16)}, TypeError, "keys must be float32 as q"),
+        ({"visible": np.ones((4, 4), np.int8)}, TypeError, "visible must be bool, got int8"),
+        ({"visible": np.ones((4, 3), bool)}, ValueError, r"visible must be \(4, 4\)"),
+        ({"keys": np.zeros((2, 0, 16), np.float32)}, ValueError, "three axes, none empty"),
+        ({"keys": np.zeros((3, 8, 16), np.float32)}, ValueError, "4 query heads cannot share 3"),
+        ({"values": np.zeros((2, 9, 16), np.float32)}, ValueError, r"values must be \(2, 8, 16\)"),
+        ({"own_keys": np.zeros((2, 5, 16), np.float32)}, ValueError, "own_keys must be"),
+        ({"length": 9}, ValueError, r"length must lie in 0\.\.8, got 9"),
+        ({"length": np.zeros(2, np.int32)}, ValueError, "length must be an integer scalar"),
+        ({"length": 1.5}, ValueError, "length must be an integer scalar"),
+        ({"scale": 0.0}, ValueError, "scale must be positive, got 0"),
+        ({"implementation": "triton"}, ValueError, "implementation must be one of auto, pallas"),
+    ],
+)
+def test_refuses_bad_arguments(change, kind, message):
+    inputs = make_inputs(Spec(name="", nodes=4, groups=2, length=5, capacity=8))
+    good = {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
+    with pytest.raises(kind, match=message):
+        tree_attention(**{**good, **change})

@@ -1,0 +1,96 @@
+"""The compiled kernel on the cases of `specs.py`, at the head layouts of the checkpoints."""
+
+import concurrent.futures
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.tree_attention import pallas, tree_attention
+from pallas_kernels.tree_attention.specs import (
+    REAL,
+    SMALL,
+    TOLERANCE,
+    Spec,
+    error,
+    make_inputs,
+    solve,
+)
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (jnp.float32, jnp.bfloat16)
+
+
+def specs(cases: tuple[Spec, ...]):
+    return pytest.mark.parametrize("spec", cases, ids=lambda spec: spec.name)
+
+
+attend = functools.partial(tree_attention, implementation="pallas")
+
+
+@functools.cache
+def problem(spec: Spec):
+    """Inputs that bfloat16 holds, so that both types share the exact result."""
+    inputs = make_inputs(spec).rounded()
+    return inputs, solve(inputs)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """`attend` compiled for the shapes of all cases side by side: compiling is most of the time."""
+    shapes = {}
+    for spec in (*SMALL, *REAL):
+        for dtype in DTYPES:
+            args = problem(spec)[0].arguments(dtype)
+            shapes.setdefault(key(args), [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args])
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        programs = pool.map(lambda args: jax.jit(attend).lower(*args).compile(), shapes.values())
+        return dict(zip(shapes, programs, strict=True))
+
+
+def key(args):
+    return tuple((x.shape, str(x.dtype)) for x in args)
+
+
+@specs((*SMALL, *REAL))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values(compiled, spec, dtype):
+    inputs, exact = problem(spec)
+    args = inputs.poisoned().arguments(dtype)
+    out = compiled[key(args)](*args)
+    assert out.dtype == dtype
+    assert error(out, exact) < TOLERANCE[jnp.dtype(dtype).name]
+
+
+@specs((REAL[0], REAL[5]))
+def test_same_bits_twice(compiled, spec):
+    args = problem(spec)[0].arguments(jnp.bfloat16)
+    first = compiled[key(args)](*args)
+    for _ in range(5):
+        np.testing.assert_array_equal(first, compiled[key(args)](*args))
+
+
+def test_two_bands():
+    inputs, exact = problem(REAL[5])
+    config = pallas.Config(
+        block_q=128, block_k=32, block_d=256, tail_q=16, num_warps=8, num_stages=4
+    )
+    call = functools.partial(pallas.attend, scale=REAL[5].size ** -0.5, config=config)
+    out = jax.jit(call)(*inputs.poisoned().arguments(jnp.bfloat16))
+    assert error(out, exact) < TOLERANCE["bfloat16"]
+
+
+def test_auto_takes_the_kernel():
+    args = problem(REAL[0])[0].arguments(jnp.bfloat16)
+    assert "xla.gpu.triton" in jax.jit(lambda *a: tree_attention(*a)).lower(*args).as_text()
+
+
+def test_xla_fallback(compiled):
+    inputs, exact = problem(REAL[5])
+    call = functools.partial(tree_attention, implementation="xla")
+    for dtype in DTYPES:
+        out = jax.jit(call)(*inputs.poisoned().arguments(dtype))
+        assert error(out, exact) < TOLERANCE[jnp.dtype(dtype).name]

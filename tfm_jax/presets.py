@@ -1,0 +1,69 @@
+"""Geometries of known trios by name, and models of those shapes with random weights.
+
+Weights of a checkpoint always come with their own configuration; a preset serves where there is
+no checkpoint: to measure time and memory, which do not depend on values, and to train.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tfm_jax.checkpoints.pairing import check_pair
+from tfm_jax.config import ConfigError, DrafterConfig, VerifierConfig, WeaverConfig
+
+# In a checkout, and in an installed package.
+_FOLDERS = (Path(__file__).parents[1] / "configs", Path(__file__).parent / "configs")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """Sizes of a verifier and the drafter and Weaver that go with it."""
+
+    verifier: VerifierConfig
+    drafter: DrafterConfig
+    weaver: WeaverConfig
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names that `geometry` knows."""
+    return tuple(sorted(path.stem for path in _folder().glob("*.json")))
+
+
+def geometry(name: str | Path) -> Geometry:
+    """The sizes of a preset, or of a JSON file with the parts `verifier`, `drafter`, `weaver`.
+
+    Raises:
+      ConfigError: an unknown name, a file without those parts, or sizes that do not fit.
+    """
+    path = Path(name) if str(name).endswith(".json") else _folder() / f"{name}.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"{name}: no such preset or file; presets are {', '.join(preset_names())}"
+        )
+    return parse_geometry(json.loads(path.read_text("utf-8")), str(path))
+
+
+def parse_geometry(settings: Mapping[str, Any], source: str) -> Geometry:
+    """The sizes in `settings`, which was read from `source`."""
+    parts = {"verifier": VerifierConfig, "drafter": DrafterConfig, "weaver": WeaverConfig}
+    missing = [part for part in parts if part not in settings]
+    if missing:
+        raise ConfigError(f"{source} has no {' and no '.join(missing)}")
+    try:
+        found = Geometry(**{part: kind(**_tuples(settings[part])) for part, kind in parts.items()})
+    except TypeError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    check_pair(found.verifier, found.drafter, found.weaver)
+    return found
+
+
+def _folder() -> Path:
+    return next((folder for folder in _FOLDERS if folder.is_dir()), _FOLDERS[-1])
+
+
+def _tuples(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
