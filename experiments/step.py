@@ -86,13 +86,19 @@ class Bench:
         shape = TreeConfig(budget=max(budget, 1), expand=-(-budget // 16))
         return Setting(method=method, shape=shape_for(method, shape), context=context)
 
-    def settings(self, budgets: list[int], contexts: list[int]) -> list[Setting]:
+    def settings(
+        self, methods: list[str], budgets: list[int], contexts: list[int]
+    ) -> list[Setting]:
         """All methods and budgets at the first context; plain decoding and `tfm` at the others."""
         first, middle = contexts[0], 64 if 64 in budgets else budgets[0]
         found = [self.setting("ar", middle, context) for context in contexts]
-        found.append(self.setting("dflash", middle, first))
-        found += [self.setting(m, b, first) for m in ("ddtree", "tfm") for b in budgets]
-        return found + [self.setting("tfm", middle, context) for context in contexts[1:]]
+        if "dflash" in methods:
+            found.append(self.setting("dflash", middle, first))
+        trees = [m for m in ("ddtree", "tfm") if m in methods]
+        found += [self.setting(method, budget, first) for method in trees for budget in budgets]
+        if "tfm" in methods:
+            found += [self.setting("tfm", middle, context) for context in contexts[1:]]
+        return found
 
     def networks(self, setting: Setting) -> Trio:
         return networks_for(self.trio, setting.method)
@@ -304,6 +310,7 @@ def time_prefill(bench: Bench, lengths: list[int], flops_rate: float) -> list[di
 def measure(
     bench: Bench,
     *,
+    methods: list[str],
     budgets: list[int],
     contexts: list[int],
     prefills: list[int],
@@ -312,7 +319,7 @@ def measure(
 ) -> dict[str, Any]:
     """Runs everything; the report as it is stored."""
     rates = {"read": read_rate(), "matrix": matrix_rate()} if on_gpu() else {}
-    settings = bench.settings(budgets, contexts)
+    settings = bench.settings(methods, budgets, contexts)
     begin = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         programs = list(pool.map(functools.partial(compile_rounds, bench), settings))
@@ -391,6 +398,7 @@ def show(report: dict[str, Any], lengths: list[float]) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Times decoding rounds at full size.")
     parser.add_argument("--preset", default="qwen3.6-27b" if on_gpu() else "pocket")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--budgets", type=int, nargs="+", default=[16, 32, 64, 128])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 32768, 131072])
     parser.add_argument("--prefill", type=int, nargs="+", default=[4096, 32768])
@@ -414,6 +422,7 @@ def main(arguments: list[str] | None = None) -> None:
     setting["dtype"] = str(model.trio.verifier.dtype)
     report = setting | measure(
         Bench(trio=model.trio),
+        methods=options.methods,
         budgets=options.budgets,
         contexts=options.contexts,
         prefills=options.prefill,

@@ -20,8 +20,16 @@ from jax import lax
 Scheme = typing.Literal["bf16x3", "bf16x6", "f16x3"]
 
 
+_F16_LOW = 2.0**-11  # float16 has few exponents: the low term is kept as large as the high one
+
+
 class Split(typing.NamedTuple):
-    """A matrix as `scale * sum(terms)`, largest term first; `scale` None stands for 1."""
+    """A matrix as a scaled sum of terms, largest first.
+
+    Attributes:
+      terms: 16-bit; a second float16 term counts 2^-11 of what it holds.
+      scale: of the whole; None stands for 1.
+    """
 
     terms: tuple[jax.Array, ...]
     scale: jax.Array | None = None
@@ -40,7 +48,8 @@ def split(x: jax.Array, scheme: Scheme, *, bounded: bool = False) -> Split:
             scale, inverse = _power_of_two(jnp.max(jnp.abs(x)))
             x = x * inverse
         head = _round(x, 11)
-        return Split((head.astype(jnp.float16), (x - head).astype(jnp.float16)), scale)
+        low = (x - head) * (1 / _F16_LOW)
+        return Split((head.astype(jnp.float16), low.astype(jnp.float16)), scale)
     terms = []
     for _ in range(2 if scheme == "bf16x6" else 1):
         head = _round(x, 8)
@@ -55,6 +64,8 @@ def dot(x: Split, y: Split, *, transpose_y: bool = False) -> jax.Array:
     total = None
     most = max(len(x.terms), len(y.terms))
     for order in reversed(range(most)):  # smallest first, so that they are not lost
+        if total is not None and x.terms[0].dtype == jnp.float16:
+            total = total * _F16_LOW
         for i, x_i in enumerate(x.terms):
             if not 0 <= order - i < len(y.terms):
                 continue

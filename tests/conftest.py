@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 from pathlib import Path
 
@@ -94,6 +96,15 @@ def tiny_trio() -> Trio:
         drafter=livelier(Drafter(DRAFTER, rngs=nnx.Rngs(2)), 2),
         weaver=livelier(Weaver(WEAVER, rngs=nnx.Rngs(3)), 3),
     )
+
+
+@pytest.fixture(scope="session")
+def tiny_preset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A JSON file with the sizes of `tiny_trio`."""
+    parts = {"verifier": VERIFIER, "drafter": DRAFTER, "weaver": WEAVER}
+    path = tmp_path_factory.mktemp("presets") / "tiny.json"
+    path.write_text(json.dumps({name: dataclasses.asdict(part) for name, part in parts.items()}))
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -260,7 +260,8 @@ class _Run:
 
     def prefill(self) -> DecodeState:
         # The Weaver has no part in it: without it, one program serves all drafted methods.
-        return prefill(dataclasses.replace(self.trio, weaver=None), self.tokens, self.capacity)
+        trio = dataclasses.replace(self.trio, weaver=None, growth=None)
+        return prefill(trio, self.tokens, self.capacity)
 
     def start(self) -> tuple[DecodeState, float, float]:
         """The prefilled state, and the seconds that prefill and compilation took."""
@@ -419,7 +420,11 @@ def _serving(trio: Trio) -> Trio:
     stack_projections(trio.verifier)
     if trio.drafter is not None:
         stack_projections(trio.drafter)
-    return trio
+    if trio.weaver is None or jax.default_backend() == "cpu":  # no launches to save there
+        return trio
+    embeddings = trio.verifier.embed_tokens.weight[...]
+    growth = trio.weaver.growth_weights(embeddings, trio.verifier.output_rows)
+    return dataclasses.replace(trio, growth=growth)
 
 
 def _dtype(name: str | None) -> str:

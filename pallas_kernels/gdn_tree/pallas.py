@@ -204,7 +204,7 @@ def _fused_kernel(
     x, y, relation = _factors(refs, head, relation, rows, rows, path, path)
     rhs, out = _read(refs, head, rows, columns, s0, path)
     inverse = _invert(x, relation, merges_ref[0])
-    u = dot(_bounded(inverse), split(rhs, "f16x3"))
+    u = rhs + dot(_bounded(inverse), split(rhs, "f16x3"))
     out += dot(_bounded(y), split(u, "f16x3"))
     store(u_ref, u, rows, head, columns)
     store(out_ref, out, rows, head, columns)
@@ -289,7 +289,7 @@ def _solve_kernel(solve_ref, mix_ref, read_ref, rhs_ref, out_ref, u_ref, *, cut:
         for source in range(block):
             rhs -= times(solve_ref, block, source)
         solved.append(split(rhs, "f16x3"))
-        u = times(solve_ref, block, block)
+        u = rhs + times(solve_ref, block, block)
         solved[block] = split(u, "f16x3")
         store(u_ref, u, rows(block), head, columns)
     for block in range(cut.count):
@@ -398,10 +398,11 @@ def _factors(refs, head, relation, rows, columns, path: Path, source: Path):
 
 
 def _invert(x: jax.Array, relation: jax.Array, merges: jax.Array) -> jax.Array:
-    """(I + x)^-1 for the entries of x that link a row to its strict ancestors.
+    """(I + x)^-1 - I for the entries of x that link a row to its strict ancestors.
 
     Depths are merged in pairs of groups of 1, 2, 4, ..., [[A, 0], [L, B]]^-1 = [[A^-1, 0],
-    [-B^-1 L A^-1, B^-1]], so a tree of depth 15 takes four merges.
+    [-B^-1 L A^-1, B^-1]], so a tree of depth 15 takes four merges. Without the ones of the
+    diagonal the largest part of a solution is never rounded to 16-bit terms.
     """
 
     def merge(number, inverse):
@@ -410,7 +411,8 @@ def _invert(x: jax.Array, relation: jax.Array, merges: jax.Array) -> jax.Array:
         return inverse - dot(factor, _bounded(inner))
 
     first = jnp.where(relation == 0, 1.0, jnp.where(relation == 1, -x, 0.0))
-    return lax.fori_loop(2, merges + 1, merge, first)
+    inverse = lax.fori_loop(2, merges + 1, merge, first)
+    return jnp.where(relation == 0, 0.0, inverse)
 
 
 def _read(refs, head, rows, columns, s0: jax.Array, path: Path) -> tuple[jax.Array, jax.Array]:

@@ -91,10 +91,7 @@ def test_prefill_then_single_steps(verifier, golden):
     def step(model, token, caches, length):
         hidden, pending = model.verify(token[None], caches, length, topology(one, 4))
         path, count = jnp.zeros(1, jnp.int32), jnp.int32(1)
-        advanced = [
-            advance(c, p, path, count, length) for c, p in zip(caches, pending, strict=True)
-        ]
-        return model.logits(hidden.final[0]), tuple(advanced)
+        return model.logits(hidden.final[0]), advance(caches, pending, path, count, length)
 
     ids, first = golden["decode/input_ids"], int(golden["decode/prefill_len"])
     for row in range(2):
@@ -155,10 +152,7 @@ def test_tree_rows_equal_plain_passes_over_their_paths(verifier, golden, reorder
     accepted = place[np.r_[0, golden["tree/accepted"] + 1]]
     path = jnp.asarray(np.pad(accepted, (0, 4)), jnp.int32)
     count = jnp.int32(len(accepted))
-    caches = [
-        advance(c, p, path, count, jnp.int32(length))
-        for c, p in zip(state.caches, pending, strict=True)
-    ]
+    caches = advance(state.caches, pending, path, count, jnp.int32(length))
     assert_caches(caches, golden, "tree/cache_after_accept")
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from tfm_jax.checkpoints import read_trio
-from tfm_jax.config import DrafterConfig, VerifierConfig, WeaverConfig
 from tfm_jax.training import pocket
 from tfm_jax.training.continuations import Continuations
 from tfm_jax.training.prepare import prepare
@@ -124,13 +123,12 @@ def test_tokenizer_and_configuration_must_fit(corpus: Path, tmp_path: Path) -> N
 
 
 def test_the_pocket_trio_has_the_geometry_and_the_size_it_must_have() -> None:
-    from tfm_jax.checkpoints import check_pair, parameter_shapes
+    from tfm_jax.checkpoints import parameter_shapes
+    from tfm_jax.presets import parse_geometry
 
     settings = json.loads(pocket.CONFIG.read_text())
-    verifier = VerifierConfig(**pocket._tuples(settings["verifier"]))
-    drafter = DrafterConfig(**pocket._tuples(settings["drafter"]))
-    weaver = WeaverConfig(**settings["weaver"])
-    check_pair(verifier, drafter, weaver)
+    sizes = parse_geometry(settings, "pocket")
+    verifier, drafter, weaver = sizes.verifier, sizes.drafter, sizes.weaver
     heads = (verifier.head_dim, verifier.rotary_dim, drafter.head_dim, weaver.head_dim)
     assert heads == (256, 64, 128, 128)
     assert (verifier.linear_key_head_dim, verifier.linear_value_head_dim) == (128, 128)

@@ -19,6 +19,7 @@ def bench(
     ops: tuple[str, ...] | None = None,
     sweep: bool = False,
     preset: str | None = None,
+    methods: tuple[str, ...] | None = None,
     budgets: tuple[int, ...] | None = None,
     contexts: tuple[int, ...] | None = None,
     prefill: tuple[int, ...] | None = None,
@@ -36,6 +37,7 @@ def bench(
       ops: Operations (kernels); all if not given.
       sweep: Time more kernel configurations (kernels).
       preset: Sizes of the model, see configs/ (step).
+      methods: What to compare with plain decoding (step); all if not given.
       budgets: Drafted nodes (step).
       contexts: Lengths of the committed text (step).
       prefill: Lengths of prompts (step).
@@ -50,6 +52,7 @@ def bench(
         "kernels": {"ops": ops, "sweep": sweep or None},
         "step": {
             "preset": preset,
+            "methods": methods,
             "budgets": budgets,
             "contexts": contexts,
             "prefill": prefill,

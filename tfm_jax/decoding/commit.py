@@ -5,11 +5,18 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import gdn_tree
+from pallas_kernels.commit import commit_kv, commit_linear
 from tfm_jax.decoding.accept import Acceptance
 from tfm_jax.decoding.state import DecodeState, Request, Trio
 from tfm_jax.decoding.verify import Verification
-from tfm_jax.models.qwen36 import Cache, KVCache, LinearCache, LinearPending, Pending
+from tfm_jax.models.qwen36 import (
+    Cache,
+    KVCache,
+    KVPending,
+    LinearCache,
+    LinearPending,
+    Pending,
+)
 from tfm_jax.tree import Tree
 
 
@@ -34,10 +41,7 @@ def commit(
             state.tokens, acceptance.emitted, length + 1, axis=0
         ),
         length=length + count,
-        caches=tuple(
-            advance(cache, pending, path, count, length)
-            for cache, pending in zip(state.caches, verification.pending, strict=True)
-        ),
+        caches=advance(state.caches, verification.pending, path, count, length),
         context=context,
         hidden=verification.hidden.final[path[count - 1]],
         rounds=state.rounds + 1,
@@ -49,21 +53,53 @@ def commit(
 
 
 def advance(
-    cache: Cache, pending: Pending, path: jax.Array, count: jax.Array, length: jax.Array
-) -> Cache:
-    """One layer's cache after the first `count` rows of `path` [P]."""
-    if isinstance(cache, LinearCache):
-        assert isinstance(pending, LinearPending)
-        state = gdn_tree.gdn_tree_commit_path(
-            cache.state, pending.k, pending.u, pending.log_decay, path, count
+    caches: tuple[Cache, ...],
+    pending: tuple[Pending, ...],
+    path: jax.Array,
+    count: jax.Array,
+    length: jax.Array,
+) -> tuple[Cache, ...]:
+    """The caches of all layers after the first `count` rows of `path` [P]."""
+    advanced: list[Cache] = list(caches)
+    linear, full = _by_kind(caches, pending)
+    if linear:
+        places, old, new = zip(*linear, strict=True)
+        states, histories = commit_linear(
+            [cache.state for cache in old],
+            [cache.history for cache in old],
+            [rows.k for rows in new],
+            [rows.u for rows in new],
+            [rows.log_decay for rows in new],
+            [rows.inputs for rows in new],
+            path,
+            count,
         )
-        line = jnp.concatenate([cache.history, pending.inputs[path].astype(cache.history.dtype)])
-        history = jax.lax.dynamic_slice_in_dim(line, count, cache.history.shape[0])
-        return LinearCache(state=state, history=history)
-    assert not isinstance(pending, LinearPending)
+        for i, state, history in zip(places, states, histories, strict=True):
+            advanced[i] = LinearCache(state=state, history=history)
+    if full:
+        places, old, new = zip(*full, strict=True)
+        written = commit_kv(
+            [x for cache in old for x in (cache.key, cache.value)],
+            [x for rows in new for x in (rows.key, rows.value)],
+            path,
+            count,
+            length,
+        )
+        for i, key, value in zip(places, written[0::2], written[1::2], strict=True):
+            advanced[i] = KVCache(key=key, value=value)
+    return tuple(advanced)
 
-    def compact(kept: jax.Array, rows: jax.Array) -> jax.Array:
-        chosen = rows[:, path].astype(kept.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(kept, chosen, length, axis=1)
 
-    return KVCache(key=compact(cache.key, pending.key), value=compact(cache.value, pending.value))
+def _by_kind(
+    caches: tuple[Cache, ...], pending: tuple[Pending, ...]
+) -> tuple[list[tuple[int, LinearCache, LinearPending]], list[tuple[int, KVCache, KVPending]]]:
+    """(layer, cache, pending update) of the DeltaNet layers, and of the attention layers."""
+    linear, full = [], []
+    for i, (cache, update) in enumerate(zip(caches, pending, strict=True)):
+        if isinstance(cache, LinearCache):
+            assert isinstance(update, LinearPending)
+            linear.append((i, cache, update))
+        else:
+            assert isinstance(update, KVPending)
+            full.append((i, cache, update))
+    return linear, full

@@ -7,7 +7,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from tfm_jax.decoding.sampling import cool, hide_padding, position_noise
+from pallas_kernels.top_k import top_k
+from tfm_jax.decoding.sampling import cool, position_noise
 from tfm_jax.decoding.state import DecodeState, Request, Trio
 from tfm_jax.models.layers import project
 
@@ -53,8 +54,7 @@ def draft(trio: Trio, state: DecodeState, request: Request, pool: int) -> Draft:
     hidden = trio.drafter(trio.verifier.embed_tokens(block), state.context, state.length)
     hidden = hidden[1 : trio.depth + 1]
     marginals = project(hidden, trio.verifier.output_rows, out_dtype=jnp.float32)
-    marginals = hide_padding(marginals, request.vocab_limit)
-    logits, ids = jax.lax.top_k(marginals, min(pool, marginals.shape[-1]))
+    logits, ids = top_k(marginals, min(pool, marginals.shape[-1]), limit=request.vocab_limit)
     sampled = request.temperature > 0
     return Draft(
         hidden=hidden,

@@ -10,6 +10,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.weaver_step import Pools, weaver_grow
 from tfm_jax.config import MAX_POOL, TreeConfig
 from tfm_jax.decoding.draft import Draft
 from tfm_jax.decoding.state import Trio
@@ -202,6 +203,35 @@ def weaver_scorer(
         return memory, drafted.log_probs(logits, nodes.depth)
 
     return score, weaver.prefix(hidden, drafted.hidden, rows)
+
+
+def grow_fused(
+    root: jax.Array, trio: Trio, drafted: Draft, hidden: jax.Array, config: TreeConfig
+) -> Tree:
+    """The tree of `grow` under `weaver_scorer`, in few launches.
+
+    Arguments as there; `trio.growth` holds the parameters.
+    """
+    assert trio.weaver is not None
+    assert trio.growth is not None
+    memory = trio.weaver.prefix(hidden, drafted.hidden, slots(config))
+    tree = weaver_grow(
+        root,
+        Pools(
+            ids=drafted.ids,
+            prior=drafted.logits,
+            noise=drafted.noise,
+            temperature=drafted.temperature,
+        ),
+        trio.growth,
+        memory.key,
+        memory.value,
+        budget=config.budget,
+        expand=config.expand,
+        children=config.children,
+        activation=trio.weaver.activation,
+    )
+    return Tree(**tree._asdict())
 
 
 def chain(root: jax.Array, ids: jax.Array, logprobs: jax.Array, budget: int) -> Tree:

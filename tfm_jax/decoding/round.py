@@ -8,7 +8,14 @@ from tfm_jax.config import TreeConfig
 from tfm_jax.decoding.accept import Acceptance, accept
 from tfm_jax.decoding.commit import commit
 from tfm_jax.decoding.draft import draft
-from tfm_jax.decoding.grow import chain, ddtree, grow, slots, weaver_scorer
+from tfm_jax.decoding.grow import (
+    chain,
+    ddtree,
+    grow,
+    grow_fused,
+    slots,
+    weaver_scorer,
+)
 from tfm_jax.decoding.state import DecodeState, Request, Trio
 from tfm_jax.decoding.verify import Verification, verify
 from tfm_jax.tree import Tree, plant
@@ -40,6 +47,8 @@ def propose(
         return chain(anchor, drafted.ids, drafted.marginals, shape.budget)
     if method == "ddtree":
         return ddtree(anchor, drafted.ids, drafted.marginals, shape.budget)
+    if trio.growth is not None:
+        return grow_fused(anchor, trio, drafted, state.hidden, shape)
     scorer, memory = weaver_scorer(trio, drafted, state.hidden, slots(shape))
     return grow(anchor, drafted.ids, scorer, memory, shape)
 

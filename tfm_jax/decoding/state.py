@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.weaver_step import Weights
 from tfm_jax.config import Sampling
 from tfm_jax.models.dflash import Drafter, DrafterCache
 from tfm_jax.models.qwen36 import Cache, Verifier
@@ -19,11 +20,18 @@ NO_TOKEN = -1
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trio:
-    """The networks of a decoder; plain decoding needs the verifier alone."""
+    """The networks of a decoder; plain decoding needs the verifier alone.
+
+    Attributes:
+      verifier, drafter, weaver: the modules.
+      growth: the Weaver's parameters in the form of the fused growth; without them trees grow by
+        the module itself.
+    """
 
     verifier: Verifier
     drafter: Drafter | None = None
     weaver: Weaver | None = None
+    growth: Weights | None = None
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -131,7 +139,8 @@ def networks_for(trio: Trio, method: str) -> Trio:
             f"method {method!r} needs a {' and a '.join(missing)}; none was loaded "
             "(method 'ar' needs the verifier alone)"
         )
-    return Trio(verifier=trio.verifier, **{name: getattr(trio, name) for name in needs[method]})
+    names = needs[method] + (("growth",) if method == "tfm" else ())
+    return Trio(verifier=trio.verifier, **{name: getattr(trio, name) for name in names})
 
 
 def make_request(

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels import gdn_tree
+from pallas_kernels.gdn_inputs import gdn_inputs, gdn_output
+from pallas_kernels.tree_attention import tree_attention
 from tfm_jax.config import LINEAR, VerifierConfig
 from tfm_jax.models.gated_delta import chunked_delta_rule, gates, unit_length
 from tfm_jax.models.layers import (
@@ -24,7 +26,6 @@ from tfm_jax.models.layers import (
     RMSNorm,
     attend,
     project,
-    rms_norm,
     rotate,
 )
 from tfm_jax.tree import Topology
@@ -177,14 +178,24 @@ class GatedDeltaNet(Projections):
         self, h: jax.Array, cache: LinearCache, topology: Topology
     ) -> tuple[jax.Array, LinearPending]:
         """Runs tree rows [N, H], each after its own path; nothing is committed."""
+        c = self.config
         inputs, z, b, a = self.project_all(h)
-        line = jnp.concatenate([cache.history.astype(inputs.dtype), inputs])
-        q, k, v = self._heads([line[topology.taps[:, i]] for i in range(topology.taps.shape[1])])
-        g, beta = gates(a, b, self.A_log[...], self.dt_bias[...])
-        result = gdn_tree.gdn_tree_verify(
-            q, k, v, g, beta, cache.state, topology.parents, topology=topology.gdn
+        rows = gdn_inputs(
+            inputs,
+            cache.history,
+            topology.taps,
+            self.conv1d.weight[...],
+            a,
+            b,
+            self.A_log[...],
+            self.dt_bias[...],
+            key_heads=c.linear_num_key_heads,
+            key_dim=c.linear_key_head_dim,
         )
-        pending = LinearPending(k=k, u=result.u, log_decay=result.log_decay, inputs=inputs)
+        result = gdn_tree.gdn_tree_verify(
+            *rows, cache.state, topology.parents, topology=topology.gdn
+        )
+        pending = LinearPending(k=rows.k, u=result.u, log_decay=result.log_decay, inputs=inputs)
         return self._output(z, result.out), pending
 
     def _heads(self, taps: list[jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -198,10 +209,7 @@ class GatedDeltaNet(Projections):
         return q * c.linear_key_head_dim**-0.5, k, v
 
     def _output(self, z: jax.Array, out: jax.Array) -> jax.Array:
-        c = self.config
-        y = rms_norm(out, self.norm.weight[...], c.rms_norm_eps)
-        y = y * jax.nn.silu(z.reshape(y.shape).astype(jnp.float32))
-        return self.out_proj(y.reshape(-1, c.linear_value_dim).astype(z.dtype))
+        return self.out_proj(gdn_output(out, z, self.norm.weight[...], self.config.rms_norm_eps))
 
 
 class GatedAttention(Projections):
@@ -250,13 +258,11 @@ class GatedAttention(Projections):
         q = rotate(q, positions, c.rope_theta, c.rotary_dim)
         k = rotate(k, positions, c.rope_theta, c.rotary_dim)
         own = KVPending(key=jnp.swapaxes(k, 0, 1), value=jnp.swapaxes(v, 0, 1))
-        parts = [(own.key, own.value, visible)]
-        if cache is not None:
-            past = jnp.arange(cache.key.shape[1]) < length
-            # Weights there are zero, but zero times whatever lies there may be NaN.
-            values = jnp.where(past[:, None], cache.value, 0)
-            parts.append((cache.key, values, jnp.broadcast_to(past, (rows, past.size))))
-        mixed = attend(q, parts) * jax.nn.sigmoid(gate)
+        if cache is None:
+            mixed = attend(q, [(own.key, own.value, visible)])
+        else:
+            mixed = tree_attention(q, own.key, own.value, visible, cache.key, cache.value, length)
+        mixed = mixed * jax.nn.sigmoid(gate)
         return self.o_proj(mixed.reshape(rows, -1)), own
 
 

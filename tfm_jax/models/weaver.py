@@ -9,11 +9,20 @@ with a GELU MLP, and rotary positions with a SiLU-gated MLP.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.weaver_step import (
+    Activation,
+    Block,
+    Norm,
+    Projection,
+    Rotation,
+    Weights,
+)
 from tfm_jax.config import WeaverConfig
 from tfm_jax.models.layers import EXACT, Linear, attend, rms_norm, rotate
 
@@ -72,6 +81,9 @@ class BiasedRMSNorm(nnx.Module):
         y = rms_norm(x.astype(jnp.float32), self.weight[...], EPS)
         return (y + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
+    def growth_weights(self) -> Norm:
+        return Norm(weight=self.weight[...], bias=self.bias[...])
+
 
 class WeaverBlock(nnx.Module):
     """Pre-norm attention and MLP of one block."""
@@ -107,6 +119,17 @@ class WeaverBlock(nnx.Module):
         mixed = attend(query, [(key, value, visible)])
         x = x + self.o_proj(mixed.reshape(x.shape))
         return x + self._mlp(self.norm_mlp(x))
+
+    def growth_weights(self) -> Block:
+        """This block as `weaver_grow` reads it."""
+        learned = self.config.variant == "learned_gelu"
+        up, down = (self.fc1, self.fc2) if learned else (self.gate_up_proj, self.down_proj)
+        return Block(
+            qkv=_projection(self.qkv_proj, self.norm_attn),
+            out=_projection(self.o_proj),
+            up=_projection(up, self.norm_mlp),
+            down=_projection(down),
+        )
 
     def _mlp(self, x: jax.Array) -> jax.Array:
         if self.config.variant == "learned_gelu":
@@ -200,6 +223,40 @@ class Weaver(nnx.Module):
             x = block(x, query, keys[-1], values[-1], visible)
         return WeaverMemory(key=tuple(keys), value=tuple(values)), self._query(x)
 
+    def growth_weights(self, embeddings: jax.Array, output_rows: jax.Array) -> Weights:
+        """Parameters for `weaver_grow`, the two large products folded into tables [V, R].
+
+        A node's input becomes a row of one table, a candidate's score a product with a row of the
+        other. Exact up to rounding to the dtype of the parameters.
+
+        Args:
+          embeddings: [V, E], the verifier's embedding.
+          output_rows: [V, D], the verifier's output matrix.
+        """
+        return Weights(
+            table=_by_rows(lambda rows: self.token_in(self.embed_norm(rows)), embeddings),
+            head=_by_rows(
+                lambda rows: _product(rows, self.lm_head_query_in.weight[...]), output_rows
+            ),
+            blocks=tuple(block.growth_weights() for block in self.blocks),
+            out_norm=self.out_norm.growth_weights(),
+            position=self.pos_emb[...] if self.config.variant == "learned_gelu" else None,
+            rotation=self._rotation() if self.config.variant == "rope_swiglu" else None,
+        )
+
+    @property
+    def activation(self) -> Activation:
+        """The blocks' activation by the name that `weaver_grow` knows."""
+        if self.config.variant == "rope_swiglu":
+            return "silu_gated"
+        return "gelu_tanh" if self.config.gelu == "tanh" else "gelu_erf"
+
+    def _rotation(self) -> Rotation:
+        size = self.config.head_dim
+        frequencies = self.config.rope_base ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
+        angles = jnp.arange(self.config.depth + 1, dtype=jnp.float32)[:, None] * frequencies
+        return Rotation(cos=jnp.cos(angles), sin=jnp.sin(angles))
+
     def chain(
         self, verifier_hidden: jax.Array, drafter_hidden: jax.Array, token_embeddings: jax.Array
     ) -> jax.Array:
@@ -258,6 +315,26 @@ class Weaver(nnx.Module):
 
     def _query(self, x: jax.Array) -> jax.Array:
         return self.lm_head_query_in(self.out_norm(x))
+
+
+_FOLDED = 16384  # rows folded at a time: no float32 copy of a whole table
+
+
+def _by_rows(function: Callable[[jax.Array], jax.Array], table: jax.Array) -> jax.Array:
+    """`function` of a table [V, ...], some rows at a time."""
+    return jax.lax.map(jax.jit(function), table, batch_size=min(_FOLDED, table.shape[0]))
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, precision=EXACT if a.dtype == jnp.float32 else None)
+
+
+def _projection(linear: Linear, norm: BiasedRMSNorm | None = None) -> Projection:
+    return Projection(
+        weight=linear.weight[...],
+        bias=None if linear.bias is None else linear.bias[...],
+        norm=None if norm is None else norm.growth_weights(),
+    )
 
 
 def _write(memory: jax.Array, rows: jax.Array, start: jax.Array | int) -> jax.Array:

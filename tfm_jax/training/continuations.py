@@ -133,11 +133,7 @@ def write_on(
         request: Request = dataclasses.replace(common, temperature=temperature, seed=seed)
         logits = verifier.logits(hidden.final)
         chosen = choose(logits, shape.depths, position[None] + 1, request)[0]
-        advanced = tuple(
-            advance(cache, update, path, jnp.int32(1), position)
-            for cache, update in zip(caches, pending, strict=True)
-        )
-        return chosen, advanced
+        return chosen, advance(caches, pending, path, jnp.int32(1), position)
 
     # The position is the same in all rows: cache writes stay slices and do not become scatters.
     in_all = jax.vmap(next_token, in_axes=(0, 0, 0, 0, None))

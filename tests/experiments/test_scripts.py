@@ -1,0 +1,85 @@
+"""The timing scripts run on a CPU, check results there, and say that they timed nothing."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from experiments import kernels, step
+from experiments.timings.case import Candidate, Case
+from pallas_kernels.benchmark import compile_chain
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="times on a GPU")
+
+
+def test_kernels_are_checked_without_a_gpu(tmp_path, capsys):
+    kernels.main(["--ops", "top_k", "--out", str(tmp_path), "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert report == json.loads((tmp_path / "kernels_cpu.json").read_text())
+    (row,) = report["ops"]["top_k"]
+    assert row["timed"] is False
+    assert (row["pallas_error"], row["xla_error"]) == (0, 0)
+    assert not any(name.endswith("_us") for name in row)
+
+
+def test_a_wrong_candidate_does_not_pass_the_gate():
+    case = Case(
+        label={},
+        sets=[(jnp.ones(3),)],
+        candidates=[],
+        error=lambda results: float(abs(results[0] - 1).max()),
+        tolerance=1e-6,
+        bytes=0,
+    )
+    assert kernels.gate(case, Candidate(kind="pallas", call=lambda token, x: (x + token,))) == 0
+    with pytest.raises(ValueError, match="wrong result: error"):
+        kernels.gate(case, Candidate(kind="pallas", call=lambda token, x: (2 * x,)))
+
+
+def test_a_chain_updates_in_place_what_it_carries():
+    def call(token, total, x):
+        return total + x, (total + token).sum()
+
+    chain = compile_chain(call, [(jnp.zeros(2), jnp.ones(2))], rounds=3, carried=1)
+    _, ((total,),) = chain.program([(jnp.zeros(2),)], [(jnp.ones(2),)])
+    assert total.tolist() == [3, 3]
+    assert chain.calls == 3
+    assert chain.measure(2).median_us > 0
+
+
+@pytest.mark.slow
+def test_rounds_are_timed_by_phase(tmp_path, tiny_preset, monkeypatch, capsys):
+    monkeypatch.setattr(step, "ROUNDS", 2)
+    arguments = [
+        "--preset",
+        str(tiny_preset),
+        "--budgets",
+        "4",
+        "--contexts",
+        "32",
+        "--prefill",
+        "40",
+    ]
+    step.main([*arguments, "--out", str(tmp_path)])
+    report = json.loads((tmp_path / "step_cpu.json").read_text())
+    assert report["timed"] is False
+    methods = {row["method"]: row for row in report["rounds"]}
+    assert set(methods) == {"ar", "dflash", "ddtree", "tfm"}
+    assert methods["ar"]["ratio_to_ar"] == 1
+    assert set(methods["tfm"]["phases_ms"]) == {"draft", "grow", "verify", "accept+commit"}
+    shown = capsys.readouterr().out
+    assert "breaks even" in shown
+    assert all(method in shown for method in methods)
+
+
+def test_the_floor_counts_what_plain_decoding_reads(tiny_trio):
+    bench = step.Bench(trio=tiny_trio)
+    a_row = 2 * 2 * 24 * 4  # keys and values of the one attention layer, float32
+    assert step.floor_bytes(bench, 11) - step.floor_bytes(bench, 10) == a_row
+    weights = sum(x.nbytes for x in jax.tree.leaves(tiny_trio.verifier))
+    embedding = 83 * 40 * 4  # one row of it is read a token
+    state = 2 * (6 * 12 * 20 + 3 * tiny_trio.verifier.config.conv_dim) * 4
+    assert step.floor_bytes(bench, 0) == weights - embedding + state

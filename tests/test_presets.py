@@ -1,0 +1,72 @@
+"""Presets against the published numbers of parameters, and models made of them."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from tfm_jax.checkpoints import parameter_shapes
+from tfm_jax.config import ConfigError
+from tfm_jax.model import random_model
+from tfm_jax.presets import geometry, preset_names
+
+# Text parameters of the published checkpoints.
+VERIFIERS = {
+    "qwen3.5-0.8b": 752_393_024,
+    "qwen3.5-4b": 4_205_751_296,
+    "qwen3.5-9b": 8_953_803_264,
+    "qwen3.5-27b": 26_895_998_464,
+    "qwen3.6-27b": 26_895_998_464,
+}
+
+
+def parameters(config) -> int:
+    return sum(int(np.prod(shape)) for shape in parameter_shapes(config).values())
+
+
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_verifiers_have_the_published_number_of_parameters(name):
+    assert parameters(geometry(name).verifier) == VERIFIERS[name]
+
+
+def test_the_27b_drafter_and_weaver_have_the_published_number_of_parameters():
+    sizes = geometry("qwen3.6-27b")
+    assert parameters(sizes.drafter) == 1_730_213_120
+    assert parameters(sizes.weaver) == 56_694_784
+
+
+def test_names_are_those_of_the_files():
+    assert set(VERIFIERS) < set(preset_names())
+    with pytest.raises(ConfigError, match=r"qwen9: no such preset.*qwen3\.6-27b"):
+        geometry("qwen9")
+
+
+def test_a_file_must_hold_all_parts(tmp_path):
+    path = tmp_path / "half.json"
+    path.write_text(json.dumps({"verifier": {}}))
+    with pytest.raises(ConfigError, match=r"half\.json has no drafter and no weaver"):
+        geometry(path)
+    path.write_text(json.dumps({"verifier": {"depth": 3}, "drafter": {}, "weaver": {}}))
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'depth'"):
+        geometry(path)
+
+
+def test_random_models_differ_by_seed_alone(tiny_preset):
+    first, again, other = (random_model(tiny_preset, seed=seed) for seed in (0, 0, 1))
+    leaves = [jax.tree.leaves(model.trio) for model in (first, again, other)]
+    same = [np.array_equal(x, y) for x, y in zip(leaves[0], leaves[1], strict=True)]
+    assert all(same)
+    assert not all(np.array_equal(x, y) for x, y in zip(leaves[0], leaves[2], strict=True))
+    plain = first.generate([5, 6, 7], max_new_tokens=6, method="ar")
+    assert len(plain.tokens) == 6
+    assert all(np.isfinite(first.logits([5, 6, 7])).ravel())
+
+
+def test_a_random_model_refuses_what_it_does_not_know():
+    with pytest.raises(ConfigError, match="no such preset"):
+        random_model("qwen")
+    with pytest.raises(ValueError, match="dtype must be one of"):
+        random_model("pocket", dtype="float16")
