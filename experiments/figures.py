@@ -50,10 +50,12 @@ def kernel_figure(result: dict[str, Any]) -> Figure:
     return figure
 
 
-def step_figure(result: dict[str, Any]) -> Figure:
-    """Phases of a round, stacked, for every method and budget."""
-    figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
+def step_figure(result: dict[str, Any]) -> Figure | None:
+    """Phases of a round, stacked, for every method and budget; None if no phase was timed."""
     rows = [row for row in result["rounds"] if row.get("phases_ms")]
+    if not rows:
+        return None
+    figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
     names = [r["method"] + (f"\nB={r['budget']}" if r["budget"] else "") for r in rows]
     bottom = [0.0] * len(rows)
     for part in ("draft", "grow", "verify", "accept+commit"):
@@ -72,7 +74,7 @@ def step_figure(result: dict[str, Any]) -> Figure:
     return figure
 
 
-FIGURES: dict[str, Callable[[dict[str, Any]], Figure]] = {
+FIGURES: dict[str, Callable[[dict[str, Any]], Figure | None]] = {
     "kernels": kernel_figure,
     "step": step_figure,
 }
@@ -84,6 +86,8 @@ def draw(results: Path = RESULTS) -> Iterator[Path]:
         for source in sorted(results.glob(f"{name}_nvidia*.json")):
             target = source.with_suffix(".svg")
             drawn = figure(json.loads(source.read_text("utf-8")))
+            if drawn is None:
+                continue
             drawn.savefig(target, metadata={"Date": None})
             plt.close(drawn)
             yield target

@@ -104,11 +104,6 @@ def _expansion(spec: Spec, inputs: tuple, growth: Growth, start: int, sweep: boo
 
     candidates = [
         Candidate(kind="pallas", call=functools.partial(call, pallas, _how())),
-        Candidate(
-            kind="pallas",
-            call=functools.partial(call, pallas, _how(project_warps=0)),
-            note="products by XLA",
-        ),
         Candidate(kind="xla", call=functools.partial(call, xla, {})),
     ]
     if sweep:
@@ -172,11 +167,8 @@ def _projections(spec: Spec, inputs: tuple, sweep: bool) -> list[Case]:
     if sweep:
         configs += [
             {"project_bytes": 32768},
-            {"project_bytes": 131072},
             {"project_warps": 4},
-            {"project_bytes": 32768, "project_warps": 4},
             {"project_columns": 256, "project_stages": 3},
-            {"project_columns": 64, "project_stages": 7},
         ]
 
     def make(name: str, residual: bool, activation) -> Case:
@@ -201,9 +193,16 @@ def _projections(spec: Spec, inputs: tuple, sweep: bool) -> list[Case]:
             ],
             call=call,
             exact=xla.project,
-            kernels=[(str(c or ""), functools.partial(project, **_how(**c))) for c in configs],
+            kernels=[
+                (str(c or ""), functools.partial(_kernel, project, **_how(**c))) for c in configs
+            ]
+            if projection.norm is None
+            else [],
             bytes_=_bytes(arrays) + y.nbytes,
         )
+
+    def _kernel(project, x, projection, *, activation, residual, **how):
+        return project(x, projection, residual=residual, **how)
 
     return [
         make("qkv", False, None),

@@ -26,7 +26,7 @@ class Config:
       project_bytes: of the weights that one program of a projection reads.
       project_columns: of a weight's row that one dot takes at a time.
       project_stages: such pieces in flight at once, less one.
-      project_warps: 0 leaves projections to XLA.
+      project_warps: warps of that program.
       attend_block: memory rows taken at a time.
       attend_warps: warps of the program of one head and node.
       score_bytes: of the table rows that one program scores.

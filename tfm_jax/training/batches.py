@@ -38,11 +38,10 @@ def tokenize_corpus(
     """Packs the corpus into the file `out`; returns `{split: {domain: figures}}`.
 
     A domain's documents follow one another in corpus order, each closed by `<|endoftext|>`, as
-    one uint16 stream. The file is an npz of arrays `<split>.<domain>` inside xz; `load_streams`
+    one stream of the type `token_dtype`. The file is an npz of arrays `<split>.<domain>` inside xz; `load_streams`
     reads it. The figures are documents, tokens, bytes and bytes_per_token.
     """
-    if tokenizer.vocab_size > 65536:
-        raise ValueError(f"streams are uint16: vocabulary of {tokenizer.vocab_size} > 65536")
+    dtype = token_dtype(tokenizer.vocab_size)
     end = tokenizer.token_id(END_OF_TEXT)
     streams: Streams = {}
     figures: dict[str, dict[str, dict[str, float]]] = {split: {} for split in SPLITS}
@@ -54,7 +53,7 @@ def tokenize_corpus(
             parts, documents, size = [], 0, 0
             for texts in _batched(read_documents(corpus_dir, split, domain), 256):
                 encoded = tokenizer.encode_batch(texts, parse_special=domain == "chat")
-                parts.extend(np.array([*ids, end], np.uint16) for ids in encoded)
+                parts.extend(np.array([*ids, end], dtype) for ids in encoded)
                 documents += len(texts)
                 size += sum(len(text.encode()) for text in texts)
             stream = np.concatenate(parts)
@@ -67,19 +66,25 @@ def tokenize_corpus(
             }
     buffer = io.BytesIO()
     np.savez(buffer, allow_pickle=False, **streams)
-    # Two-byte items: the low bit of the position says which half of a token a byte is.
-    filters = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 3, "lp": 1, "pb": 1}]
+    # The low bits of a position say which byte of a token it is.
+    bits = dtype.itemsize // 2
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 4 - bits, "lp": bits, "pb": bits}]
     _write_bytes(Path(out), lzma.compress(buffer.getvalue(), filters=filters))
     return figures
 
 
 def load_streams(path: str | Path, split: str = "train") -> Streams:
-    """The uint16 token stream of each domain of one split ("train" or "heldout")."""
+    """The token stream of each domain of one split ("train" or "heldout")."""
     if split not in SPLITS:
         raise ValueError(f"split must be one of {SPLITS}, got {split!r}")
     with np.load(io.BytesIO(lzma.decompress(Path(path).read_bytes()))) as arrays:
         names = [name for name in arrays.files if name.startswith(f"{split}.")]
         return {name.partition(".")[2]: arrays[name] for name in names}
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smaller of uint16 and uint32 that holds every id of a vocabulary."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
 class TokenBatches:

@@ -8,7 +8,10 @@ while storing what it gives would take a thousand times the room.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import os
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from tfm_jax.decoding.commit import advance
 from tfm_jax.decoding.sampling import choose
 from tfm_jax.decoding.state import Request, make_request
 from tfm_jax.models.qwen36 import Cache, Verifier
+from tfm_jax.training.batches import token_dtype
 from tfm_jax.tree import ROOT, plant, topology
 
 
@@ -29,7 +33,7 @@ class Continuations:
     """R texts of equal length: a prompt each, then what the verifier wrote.
 
     Attributes:
-      tokens: [R, T] uint16.
+      tokens: [R, T] uint16, or uint32 for a vocabulary beyond it.
       prompt: [R] int32, tokens of the prompt.
       temperature: [R] float32, 0 or 1.
     """
@@ -39,14 +43,55 @@ class Continuations:
     temperature: np.ndarray
 
     def save(self, path: Path) -> None:
-        """Writes an uncompressed npz file."""
-        np.savez(path, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
+        """Writes an uncompressed npz file, whole or not at all."""
+        partial = path.with_name(f".{path.name}-{os.getpid()}")
+        with partial.open("wb") as file:
+            np.savez(file, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
+        partial.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> Continuations:
-        """Reads what `save` wrote."""
-        with np.load(path) as arrays:
-            return cls(**{name: arrays[name] for name in arrays.files})
+        """Reads what `save` wrote.
+
+        Raises:
+          ValueError: another kind of file, or arrays that do not fit together.
+          OSError: the file cannot be read.
+        """
+        expected = {f.name for f in dataclasses.fields(cls)}
+        try:
+            with np.load(path) as arrays:
+                found = {name: arrays[name] for name in arrays.files}
+        except (ValueError, EOFError, zipfile.BadZipFile, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} holds no continuations: {error}") from None
+        shapes = {name: array.shape for name, array in found.items()}
+        rows = shapes.get("prompt", ())
+        if set(found) != expected or len(shapes["tokens"]) != 2 or len(rows) != 1:
+            raise ValueError(f"{path} holds no continuations: arrays {shapes}")
+        if not rows == shapes["temperature"] == shapes["tokens"][:1]:
+            raise ValueError(f"{path}: the arrays disagree about the number of texts: {shapes}")
+        return cls(**found)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the arrays."""
+        hashed = hashlib.sha256()
+        for field in dataclasses.fields(self):
+            hashed.update(np.ascontiguousarray(getattr(self, field.name)).tobytes())
+        return hashed.hexdigest()
+
+    def rows(self, chosen: np.ndarray) -> Continuations:
+        """Some of the rows, by indices or a mask."""
+        return Continuations(
+            **{f.name: getattr(self, f.name)[chosen] for f in dataclasses.fields(self)}
+        )
+
+    def check(self, vocab_size: int) -> None:
+        """Raises ValueError if a token is no row of a vocabulary of that size."""
+        if self.tokens.size and int(self.tokens.max()) >= vocab_size:
+            raise ValueError(
+                f"the texts hold token {self.tokens.max()}, the verifier's vocabulary has "
+                f"{vocab_size} rows: another model wrote them"
+            )
 
     def usable(self, depth: int) -> Continuations:
         """The rows that have an anchor with `depth` tokens after it.
@@ -60,9 +105,19 @@ class Continuations:
                 f"none of the {keep.size} texts of {self.tokens.shape[1]} tokens has {depth} "
                 "tokens after its prompt"
             )
-        return Continuations(
-            tokens=self.tokens[keep], prompt=self.prompt[keep], temperature=self.temperature[keep]
-        )
+        return self.rows(keep)
+
+    def counted(self, depth: int, title: str) -> tuple[Continuations, dict[str, int]]:
+        """The usable rows, and how many there are and how many were left out; says so, too."""
+        usable = self.usable(depth)
+        left_out = len(self.tokens) - len(usable.tokens)
+        if left_out:
+            print(
+                f"{title}: left out {left_out} of {len(self.tokens)} texts: fewer than {depth} "
+                "tokens after the prompt",
+                flush=True,
+            )
+        return usable, {"texts": len(usable.tokens), "texts_left_out": left_out}
 
     def batches(self, size: int, seed: int) -> Callable[[int], dict[str, np.ndarray]]:
         """Step number -> `size` rows; each pass visits the rows in a new random order.
@@ -195,7 +250,7 @@ def generate_continuations(
         written = run(verifier, given, lengths, temperature, seeds, total=total)
         parts.append(
             Continuations(
-                tokens=np.asarray(written).astype(np.uint16),
+                tokens=np.asarray(written).astype(token_dtype(verifier.config.vocab_size)),
                 prompt=lengths,
                 temperature=temperature,
             )

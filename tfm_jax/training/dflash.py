@@ -10,6 +10,7 @@ same marginal at lower variance (`distil`).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,9 +22,19 @@ from tfm_jax.config import DrafterConfig
 from tfm_jax.models.dflash import Drafter
 from tfm_jax.models.layers import EXACT, project
 from tfm_jax.models.qwen36 import Hidden, Verifier
+from tfm_jax.training.checkpoint import Checkpoints
 from tfm_jax.training.continuations import Continuations
 from tfm_jax.training.losses import decayed_cross_entropy, dpace_cross_entropy
-from tfm_jax.training.trainer import OptimiserConfig, TrainState, fill, fit, flatten
+from tfm_jax.training.report import Record
+from tfm_jax.training.trainer import (
+    Loss,
+    OptimiserConfig,
+    Params,
+    TrainState,
+    fill,
+    fit,
+    flatten,
+)
 
 Batch = dict[str, jax.Array]
 
@@ -67,32 +78,30 @@ def train_drafter(
     log: Path | None = None,
     log_every: int = 50,
     seconds: float | None = None,
+    checkpoints: Checkpoints | None = None,
+    on_record: Callable[[Record], None] | None = None,
 ) -> TrainState:
     """Trains a new drafter; the state holds float32 parameters.
 
     Args:
       config: of the drafter.
       verifier: frozen, in the dtype to compute in.
-      texts: the verifier's own.
+      texts: the verifier's own. Those without room for a block are left out and counted.
       optimiser: optimiser and number of steps.
       recipe: loss and batch.
       seed: of the initial weights, the anchors and the order of the texts.
-      log, log_every, seconds: see `fit`.
+      log, log_every, seconds, checkpoints, on_record: see `fit`.
 
     Raises:
-      ValueError: no text has room for a block after its prompt.
+      ValueError: no text has room for a block after its prompt, or a token is unknown to the
+        verifier.
     """
-    rows = texts.usable(config.depth).batches(recipe.rows, seed)
-    module = Drafter(config, rngs=nnx.Rngs(seed))
-    graph, _ = nnx.split(module)
-
-    def loss(params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        frozen, texts = batch
-        return drafter_loss(frozen, fill(graph, params), texts, key, recipe)
-
+    texts.check(verifier.config.vocab_size)
+    usable, facts = texts.counted(config.depth, "dflash")
+    rows = usable.batches(recipe.rows, seed)
     return fit(
-        flatten(module),
-        loss,
+        initial_drafter(config, seed),
+        drafter_objective(config, recipe),
         lambda step: (verifier, rows(step)),
         optimiser,
         seed=seed,
@@ -100,7 +109,28 @@ def train_drafter(
         log_every=log_every,
         title="dflash",
         seconds=seconds,
+        dtype=verifier.dtype,
+        tokens=recipe.rows * texts.tokens.shape[1],
+        facts=facts,
+        checkpoints=checkpoints,
+        on_record=on_record,
     )
+
+
+def initial_drafter(config: DrafterConfig, seed: int = 0) -> Params:
+    """Random parameters before training."""
+    return flatten(Drafter(config, rngs=nnx.Rngs(seed)))
+
+
+def drafter_objective(config: DrafterConfig, recipe: DrafterRecipe) -> Loss:
+    """`drafter_loss` as a function of parameters, (verifier, texts) and key."""
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0))))
+
+    def loss(params: Params, batch: Any, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        verifier, texts = batch
+        return drafter_loss(verifier, fill(graph, params), texts, key, recipe)
+
+    return loss
 
 
 def drafter_loss(

@@ -1,14 +1,13 @@
 """One trainer for verifier, drafter and Weaver.
 
-Parameters and optimiser state are float32, compute is bfloat16. Matrices follow Muon, all
-other parameters AdamW, both under one warm-up/stable/decay schedule. A step whose loss or
-gradient is not finite changes nothing and is reported.
+Parameters and optimiser state are float32, compute is bfloat16 unless asked otherwise. Matrices
+follow Muon, all other parameters AdamW, both under one warm-up/stable/decay schedule. A step whose
+loss or gradient is not finite changes nothing and is reported.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,9 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tfm_jax.training.checkpoint import Checkpoints
+from tfm_jax.training.report import Record, Reporter, rewind
 
 Params = dict[str, jax.Array]
+BFLOAT16 = jnp.dtype(jnp.bfloat16)
 Module = TypeVar("Module", bound=nnx.Module)
 # Tables and depthwise taps are no linear maps: orthogonal updates make no sense for them.
 _NOT_MATRICES = ("embed_tokens.weight", "conv1d.weight", "pos_emb")
@@ -100,10 +102,10 @@ def fill(graph: nnx.GraphDef[Module], params: Params) -> Module:
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
-def compute_copy(params: Params) -> Params:
-    """Bfloat16 copies of all parameters that the model may hold in 16 bits."""
+def compute_copy(params: Params, dtype: jnp.dtype = BFLOAT16) -> Params:
+    """Copies in `dtype` of all parameters that the model may hold in 16 bits."""
     return {
-        path: value if path.endswith(_KEPT_FLOAT32) else value.astype(jnp.bfloat16)
+        path: value if path.endswith(_KEPT_FLOAT32) else value.astype(dtype)
         for path, value in params.items()
     }
 
@@ -179,22 +181,27 @@ Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
 
 
 def make_step(
-    loss: Loss, optimiser: optax.GradientTransformation, config: OptimiserConfig, seed: int
+    loss: Loss,
+    optimiser: optax.GradientTransformation,
+    config: OptimiserConfig,
+    seed: int,
+    dtype: jnp.dtype = BFLOAT16,
 ) -> Step:
     """A jitted training step.
 
     Args:
-      loss: (bfloat16 copies of the parameters, batch, random key) -> (scalar, metrics).
+      loss: (copies of the parameters in `dtype`, batch, random key) -> (scalar, metrics).
       optimiser: as made by `make_optimiser`.
       config: gives the schedule.
       seed: of the loss's random keys, one a step.
+      dtype: to compute in.
     """
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
 
         def objective(params: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
-            return loss(compute_copy(params), batch, key)
+            return loss(compute_copy(params, dtype), batch, key)
 
         (value, metrics), gradient = jax.value_and_grad(objective, has_aux=True)(state.params)
         norm = optax.tree.norm(gradient)
@@ -246,6 +253,11 @@ def fit(
     log_every: int = 50,
     title: str = "training",
     seconds: float | None = None,
+    dtype: jnp.dtype = BFLOAT16,
+    tokens: int = 0,
+    facts: Mapping[str, int] | None = None,
+    checkpoints: Checkpoints | None = None,
+    on_record: Callable[[Record], None] | None = None,
 ) -> TrainState:
     """Trains for `config.steps` steps, or for as many as fit into a time.
 
@@ -261,52 +273,99 @@ def fit(
       seconds: time for the whole run, compilation included. The number of steps, and with it the
         schedule, is fitted to the measured rate until the falling part begins. The run can be
         repeated with the `steps` of its last log line.
+      dtype: to compute in.
+      tokens: of a batch, for the rate.
+      facts: further entries of every log line.
+      checkpoints: where the run goes on from, if there are any, and saves its state to. With a
+        number of steps (no `seconds`) it ends in the same bits as one that was never stopped.
+      on_record: called with what each log line holds.
     """
     optimiser = make_optimiser(config)
-    step = make_step(loss, optimiser, config, seed)
-    total = config.steps if seconds is None else max(config.steps, _WARM + 1)
-    state = start(params, optimiser, total)
-    done = reported = 0
-    begin = warm = time.monotonic()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), transient=True) as bar:
-        task = bar.add_task(title, total=total)
+    step = make_step(loss, optimiser, config, seed, dtype)
+    state, elapsed = start(params, optimiser, config.steps), 0.0
+    if checkpoints is not None:
+        state, elapsed = checkpoints.restore(state) or (state, elapsed)
+        if log is not None:
+            rewind(log, title, int(state.step))
+    done = int(state.step)
+    pace = _Pace(first=done, begin=time.monotonic() - elapsed, seconds=seconds)
+    state = dataclasses.replace(state, total=jnp.int32(pace.least(int(state.total))))
+    total = int(state.total)
+    reporter = Reporter(title, log=log, on_record=on_record, skipped=int(state.skipped))
+    with reporter:
         while done < total:
             state, metrics = step(state, batches(done))
             done += 1
-            bar.update(task, completed=done, total=total)
-            if done == 1:
+            if done == pace.first + 1:
                 jax.block_until_ready(metrics)
-                warm = time.monotonic()
-            if done % log_every and done not in (_WARM, total):
-                continue
-            values = {name: np.asarray(value).tolist() for name, value in metrics.items()}
-            now = time.monotonic()
-            rate = (done - 1) / max(now - warm, 1e-9)
-            planning = done == _WARM or _WARM < done < (1 - config.decay) * total
-            if seconds is not None and planning:
-                total = max(done, done + int(rate * (begin + seconds - now)))
+                pace.warm = time.monotonic()
+            reporter.advance(done, total, _per_second(pace.rate(done), tokens))
+            if done % log_every == 0 or done in (pace.known, total):
+                values = {name: np.asarray(value).tolist() for name, value in metrics.items()}
+                total = pace.plan(done, total, config.decay)
                 state = dataclasses.replace(state, total=jnp.int32(total))
-            record = {
-                "title": title,
-                "step": done,
-                "steps": total,
-                "seconds": round(now - begin, 1),
-                "steps_per_second": round(rate, 3),
-                **values,
-            }
-            _report(record, reported, log)
-            reported = values["skipped"]
+                rates = _per_second(pace.rate(done), tokens)
+                reporter.record(
+                    {
+                        "step": done,
+                        "steps": total,
+                        "seconds": round(pace.elapsed, 1),
+                        **{f"{name}_per_second": round(rate, 3) for name, rate in rates.items()},
+                        **(facts or {}),
+                        **values,
+                    }
+                )
+            if checkpoints is not None and (checkpoints.due or done == total):
+                checkpoints.save(done, state, pace.elapsed)
     return state
 
 
-def _report(record: Mapping[str, Any], reported: int, log: Path | None) -> None:
-    if record["skipped"] > reported:
-        count, last = record["skipped"] - reported, record["last_skipped"]
-        print(f"{record['title']}: skipped {count} steps that were not finite, last {last}")
-    shown = ((name, value) for name, value in record.items() if isinstance(value, int | float))
-    line = "  ".join(f"{name} {value:.5g}" for name, value in shown)
-    print(f"{record['title']}: {line}", flush=True)
-    if log is not None:
-        with log.open("a") as lines:
-            lines.write(json.dumps(record) + "\n")
+@dataclasses.dataclass(kw_only=True)
+class _Pace:
+    """Rate of a run, and how many steps fit into its time.
+
+    Attributes:
+      first: steps done before this process.
+      begin: when the run began, or would have begun had it not been stopped.
+      seconds: time for the whole run, if it is limited.
+      warm: when the first step of this process was done.
+    """
+
+    first: int
+    begin: float
+    seconds: float | None
+    warm: float = 0.0
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the run began."""
+        return time.monotonic() - self.begin
+
+    @property
+    def known(self) -> int:
+        """The step from which the rate counts as known."""
+        return _WARM if self.seconds is None else self.first + _WARM
+
+    def rate(self, done: int) -> float:
+        """Steps a second, compilation left out."""
+        return (done - self.first - 1) / max(time.monotonic() - self.warm, 1e-9)
+
+    def least(self, total: int) -> int:
+        """Steps to begin with: a first guess must last until the rate is known."""
+        if self.seconds is None or self.first >= _WARM:
+            return total
+        return max(total, self.known + 1)
+
+    def plan(self, done: int, total: int, decay: float) -> int:
+        """Steps of the whole run, fitted to its time unless the rate is falling already."""
+        guessed = done == self.known and self.first < _WARM
+        if self.seconds is None or done < self.known:
+            return total
+        if not guessed and done >= (1 - decay) * total:
+            return total
+        return max(done, done + int(self.rate(done) * (self.seconds - self.elapsed)))
+
+
+def _per_second(steps: float, tokens: int) -> dict[str, float]:
+    """Steps a second, and tokens a second if a batch has any."""
+    return {"steps": steps, **({"tokens": steps * tokens} if tokens else {})}

@@ -12,7 +12,17 @@ from flax import nnx
 
 from tfm_jax.config import VerifierConfig
 from tfm_jax.models.qwen36 import Verifier
-from tfm_jax.training.trainer import OptimiserConfig, Params, TrainState, fill, fit, flatten
+from tfm_jax.training.checkpoint import Checkpoints
+from tfm_jax.training.report import Record
+from tfm_jax.training.trainer import (
+    BFLOAT16,
+    OptimiserConfig,
+    Params,
+    TrainState,
+    fill,
+    fit,
+    flatten,
+)
 
 
 def train_verifier(
@@ -24,6 +34,9 @@ def train_verifier(
     log: Path | None = None,
     log_every: int = 50,
     seconds: float | None = None,
+    dtype: jnp.dtype = BFLOAT16,
+    checkpoints: Checkpoints | None = None,
+    on_record: Callable[[Record], None] | None = None,
 ) -> TrainState:
     """Next-token training from scratch; the state holds float32 parameters.
 
@@ -32,7 +45,7 @@ def train_verifier(
       batches: step number -> tokens [B, T + 1] int32.
       optimiser: optimiser and number of steps.
       seed: of the initial weights.
-      log, log_every, seconds: see `fit`.
+      log, log_every, seconds, dtype, checkpoints, on_record: see `fit`.
     """
     module = Verifier(config, rngs=nnx.Rngs(seed))
     graph, _ = nnx.split(module)
@@ -54,6 +67,10 @@ def train_verifier(
         log_every=log_every,
         title="verifier",
         seconds=seconds,
+        dtype=dtype,
+        tokens=batches(0)[:, 1:].size,
+        checkpoints=checkpoints,
+        on_record=on_record,
     )
 
 

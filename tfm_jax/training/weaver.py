@@ -7,6 +7,7 @@ all depths in one pass, and learns the verifier's distribution after it, over th
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,10 +22,20 @@ from tfm_jax.models.dflash import Drafter
 from tfm_jax.models.layers import project
 from tfm_jax.models.qwen36 import Verifier
 from tfm_jax.models.weaver import Weaver, pool_logits
+from tfm_jax.training.checkpoint import Checkpoints
 from tfm_jax.training.continuations import Continuations
 from tfm_jax.training.dflash import Batch, accepted_length, draft_blocks, sample_anchors
 from tfm_jax.training.losses import lk_loss, mean_over, pool_terms
-from tfm_jax.training.trainer import OptimiserConfig, TrainState, fill, fit, flatten
+from tfm_jax.training.report import Record
+from tfm_jax.training.trainer import (
+    Loss,
+    OptimiserConfig,
+    Params,
+    TrainState,
+    fill,
+    fit,
+    flatten,
+)
 
 # Up to this many times the pool, scoring the whole vocabulary is cheaper than gathering rows.
 _DENSE = 32
@@ -85,44 +96,36 @@ def train_weaver(
     log: Path | None = None,
     log_every: int = 50,
     seconds: float | None = None,
+    checkpoints: Checkpoints | None = None,
+    on_record: Callable[[Record], None] | None = None,
 ) -> TrainState:
     """Trains a Weaver; the state holds float32 parameters.
 
     Args:
       config: of the Weaver; its depth must not exceed the drafter's.
       verifier, drafter: frozen, in the dtype to compute in.
-      texts: the verifier's own.
+      texts: the verifier's own. Those without room for a path are left out and counted.
       optimiser: optimiser and number of steps.
       recipe: loss and batch.
       start: parameters to start from, by dotted path; random ones if not given.
       seed: of the initial weights, the anchors and the order of the texts.
-      log, log_every, seconds: see `fit`.
+      log, log_every, seconds, checkpoints, on_record: see `fit`.
 
     Raises:
-      ValueError: no text has room for a path after its prompt, or the depths do not fit.
+      ValueError: no text has room for a path after its prompt, a token is unknown to the
+        verifier, or the depths do not fit.
     """
     if config.depth > drafter.config.depth:
         raise ValueError(
             f"the Weaver scores {config.depth} depths, the drafter drafts {drafter.config.depth}"
         )
-    rows = texts.usable(config.depth).batches(recipe.rows, seed)
-    module = Weaver(config, rngs=nnx.Rngs(seed))
-    graph, _ = nnx.split(module)
-    params = flatten(module)
-    if start is not None:
-        if {k: v.shape for k, v in start.items()} != {k: v.shape for k, v in params.items()}:
-            raise ValueError("the parameters to start from do not fit the configuration")
-        params = {path: jnp.asarray(start[path]) for path in params}
-
-    def loss(params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        frozen, texts = batch
-        trio = dataclasses.replace(frozen, weaver=fill(graph, params))
-        return weaver_loss(trio, texts, key, recipe)
-
+    texts.check(verifier.config.vocab_size)
+    usable, facts = texts.counted(config.depth, "weaver")
+    rows = usable.batches(recipe.rows, seed)
     frozen = Trio(verifier=verifier, drafter=drafter)
     return fit(
-        params,
-        loss,
+        initial_weaver(config, start, seed),
+        weaver_objective(config, recipe),
         lambda step: (frozen, rows(step)),
         optimiser,
         seed=seed,
@@ -130,7 +133,40 @@ def train_weaver(
         log_every=log_every,
         title="weaver",
         seconds=seconds,
+        dtype=verifier.dtype,
+        tokens=recipe.rows * texts.tokens.shape[1],
+        facts=facts,
+        checkpoints=checkpoints,
+        on_record=on_record,
     )
+
+
+def initial_weaver(
+    config: WeaverConfig, start: Mapping[str, np.ndarray] | None = None, seed: int = 0
+) -> Params:
+    """Parameters before training: those given, else random ones that score as the drafter does.
+
+    Raises:
+      ValueError: the parameters given are not those of the configuration.
+    """
+    params = flatten(Weaver(config, rngs=nnx.Rngs(seed)))
+    if start is None:
+        return params
+    if {k: v.shape for k, v in start.items()} != {k: v.shape for k, v in params.items()}:
+        raise ValueError("the parameters to start from do not fit the configuration")
+    return {path: jnp.asarray(start[path], jnp.float32) for path in params}
+
+
+def weaver_objective(config: WeaverConfig, recipe: WeaverRecipe) -> Loss:
+    """`weaver_loss` as a function of parameters, (networks, texts) and key."""
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Weaver(config, rngs=nnx.Rngs(0))))
+
+    def loss(params: Params, batch: Any, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        frozen, texts = batch
+        trio = dataclasses.replace(frozen, weaver=fill(graph, params))
+        return weaver_loss(trio, texts, key, recipe)
+
+    return loss
 
 
 def weaver_loss(
