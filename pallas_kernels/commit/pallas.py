@@ -2,15 +2,17 @@
 
 A program owns a block of one layer's state, or a piece of its history. It reads it once, adds the
 accepted rows and writes it back in place. Every layer's arrays are arguments of their own, so a
-program branches to those of its layer.
+program branches to those of its layer, but only to read and to write: what lies between is one
+code for all layers. A program meets each layer's code about once, so code costs as memory does.
 
-The rows are added by float32 multiply-adds: 16 of them cost less than the state's traffic, lose
-nothing of float32, and leave the state in the layout it was loaded in.
+The rows are added by one product of bfloat16 terms. One row after the other, each thread would
+fetch a key for every row of its part of the state, which took longer than the state's traffic.
 """
 
 import dataclasses
 import functools
 import warnings
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -31,24 +33,17 @@ warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", Dep
 class Config:
     """How the kernel is cut.
 
-    Blocks shorter than the threads of a program are loaded where they are used; longer ones go
-    through shared memory first.
-
     Attributes:
-      layers: layers of one launch; each adds eight arguments and a branch.
+      layers: layers of one launch; each adds eight or nine arguments and three branches.
       block_k: key rows of one program's block of a state.
       block_v: value columns of it.
-      rows: path rows fetched at a time.
       num_warps: warps of a program.
-      tensor_cores: adds all rows by one product of split bfloat16 terms instead.
     """
 
-    layers: int = 12
+    layers: int = 16
     block_k: int = 64
     block_v: int = 64
-    rows: int = 4
     num_warps: int = 4
-    tensor_cores: bool = False
 
     @property
     def block_c(self) -> int:
@@ -57,7 +52,7 @@ class Config:
 
     def __post_init__(self):
         # Fewer elements than threads would be read and written by several threads, which race.
-        for name, least in (("block_k", 16), ("block_v", 16), ("rows", 1), ("num_warps", 1)):
+        for name, least in (("block_k", 16), ("block_v", 16), ("num_warps", 1)):
             size = getattr(self, name)
             if size < least or size & (size - 1):
                 raise ValueError(f"{name} must be a power of two >= {least}, got {size}")
@@ -79,6 +74,7 @@ def advance(
     inputs: tuple[jax.Array, ...],
     path: jax.Array,
     count: jax.Array,
+    key_scales: tuple[jax.Array, ...] | None = None,
     *,
     config: Config | None = None,
     interpret: bool = False,
@@ -86,7 +82,8 @@ def advance(
     """Returns `(states, histories)`. Arguments as in `commit_linear`, `count` int32."""
     if config is None:
         config = default_config(*states[0].shape[1:])
-    columns = (keys, us, log_decays, inputs, states, histories)
+    scales = () if key_scales is None else (key_scales,)
+    columns = (keys, us, log_decays, *scales, inputs, states, histories)
     advanced = []
     for start in range(0, len(states), config.layers):
         group = [column[start : start + config.layers] for column in columns]
@@ -98,21 +95,21 @@ def advance(
 @functools.partial(jax.jit, static_argnames=("config", "interpret"))
 def _launch(group, path, count, config: Config, interpret: bool):
     """Advances a group of layers; returns `(state, history)` of each."""
-    layers = len(group[0])
+    states, histories = group[-2:]
     arguments = (path, count[None], *(x for column in group for x in column))
-    updated = (*group[4], *group[5])
-    pieces = pl.cdiv(group[5][0].shape[1], config.block_c)
+    updated = (*states, *histories)
+    pieces = pl.cdiv(histories[0].shape[1], config.block_c)
     out = pl.pallas_call(
-        functools.partial(_kernel, layers=layers, config=config),
+        functools.partial(_kernel, layers=len(states), config=config),
         # Programs that run together belong to one layer: they share its keys and its branch.
-        grid=(_state_blocks(group[4][0], config) + pieces, layers),
+        grid=(_state_blocks(states[0], config) + pieces, len(states)),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in updated],
         input_output_aliases={len(arguments) - len(updated) + i: i for i in range(len(updated))},
         compiler_params=pltriton.CompilerParams(num_warps=config.num_warps, num_stages=1),
         interpret=interpret,
         name="commit_linear",
     )(*arguments)
-    return list(zip(out[:layers], out[layers:], strict=True))
+    return list(zip(out[: len(states)], out[len(states) :], strict=True))
 
 
 def _state_blocks(state, config: Config) -> int:
@@ -122,91 +119,88 @@ def _state_blocks(state, config: Config) -> int:
 
 def _kernel(path_ref, count_ref, *refs, layers: int, config: Config):
     unit, layer = pl.program_id(0), pl.program_id(1)
-    path = (path_ref, count_ref)
-    columns = [refs[i * layers : (i + 1) * layers] for i in range(8)]
-    for i, mine in enumerate(zip(*columns, strict=True)):
-        k_ref, u_ref, log_decay_ref, inputs_ref, state_ref, history_ref, state_out, history_out = (
-            mine
-        )
-        pending = (k_ref, u_ref, log_decay_ref)
-        blocks = _state_blocks(state_ref, config)
-        pl.when((layer == i) & (unit < blocks))(
-            functools.partial(_advance_state, path, pending, state_ref, state_out, unit, config)
-        )
-        pl.when((layer == i) & (unit >= blocks))(
-            functools.partial(
-                _advance_history, path, inputs_ref, history_ref, history_out, unit - blocks, config
-            )
-        )
+    columns = [refs[i : i + layers] for i in range(0, len(refs), layers)]
+    *pending, inputs, states, histories, states_out, histories_out = columns
+    pending = list(zip(*pending, strict=True))
+    blocks = _state_blocks(states[0], config)
+
+    @pl.when(unit < blocks)
+    def _():
+        _advance_state(path_ref, count_ref, pending, states, states_out, unit, layer, config)
+
+    @pl.when(unit >= blocks)
+    def _():
+        channels = span(unit - blocks, config.block_c)
+        shift = [
+            functools.partial(_advance_history, path_ref, count_ref, *refs, channels)
+            for refs in zip(inputs, histories, histories_out, strict=True)
+        ]
+        _branch(layer, shift)
 
 
-def _advance_state(path, pending, state_ref, state_out, unit, config: Config):
-    heads, key_dim, value_dim = state_ref.shape
+def _branch(layer: jax.Array, choices: Sequence[Callable]):
+    """The result of `choices[layer]`, found by halving."""
+    if len(choices) == 1:
+        return choices[0]()
+    half = len(choices) // 2
+    return lax.cond(
+        layer < half,
+        lambda: _branch(layer, choices[:half]),
+        lambda: _branch(layer - half, choices[half:]),
+    )
+
+
+def _advance_state(path_ref, count_ref, pending, states, states_out, unit, layer, config: Config):
+    heads, key_dim, value_dim = states[0].shape
     across = pl.cdiv(value_dim, config.block_v)
     down = pl.cdiv(key_dim, config.block_k)
     head = lax.div(unit, across * down)
+    key_head = lax.div(head, heads // pending[0][0].shape[1])
     keys = span(lax.rem(lax.div(unit, across), down), config.block_k)
     columns = span(lax.rem(unit, across), config.block_v)
-    key_head = head // (heads // pending[0].shape[1])
-    # Asked for before anything else, so that it is under way while the rows are fetched.
-    state = load(state_ref, head, keys, columns)
-    path_ref, count_ref = path
-    last = pending[2][path_ref[count_ref[0] - 1], head]
-    add = _by_product if config.tensor_cores else _by_rows
-    added = add(path, pending, last, (head, key_head, keys, columns), config)
-    store(state_out, jnp.exp(last) * state + added, head, keys, columns)
-
-
-def _by_rows(path, pending, last: jax.Array, place, config: Config) -> jax.Array:
-    """What the accepted rows add to the state, [block_k, block_v]."""
-    path_ref, count_ref = path
-    k_ref, u_ref, log_decay_ref = pending
-    head, key_head, keys, columns = place
     count = count_ref[0]
+    step = lax.broadcasted_iota(jnp.int32, (_block(path_ref.shape[0]),), 0)
+    live = step < count
+    row = jnp.where(live, load(path_ref, span(0, step.size)), 0)
 
-    def fetch(j):
-        row = path_ref[jnp.minimum(j, count - 1)]
-        k = load(k_ref, row, key_head, keys).astype(jnp.float32)
-        u = load(u_ref, row, head, columns)
-        weight = jnp.exp(last - log_decay_ref[row, head])
-        return k, jnp.where(j < count, weight, 0.0) * u
+    def fetch(i):
+        k_ref, u_ref, log_decay_ref, *scale_ref = pending[i]
+        return (
+            load(states[i], head, keys, columns),
+            _gather(k_ref, row, live, key_head, keys),
+            _gather(u_ref, row, live, head, columns),
+            _pick(log_decay_ref, row, live, head),
+            *(_pick(ref, row, live, key_head) for ref in scale_ref),
+        )
 
-    def add(trip, total):
-        fetched = [fetch(trip * config.rows + offset) for offset in range(config.rows)]
-        for k, u in fetched:
-            total += k[:, None] * u[None, :]
-        return total
-
-    total = jnp.zeros((config.block_k, config.block_v), jnp.float32)
-    return lax.fori_loop(0, pl.cdiv(count, config.rows), add, total)
-
-
-def _by_product(path, pending, last: jax.Array, place, config: Config) -> jax.Array:
-    """The same by one product over the whole path."""
-    path_ref, count_ref = path
-    k_ref, u_ref, log_decay_ref = pending
-    head, key_head, keys, columns = place
-    size = _block(path_ref.shape[0])
-    live = lax.broadcasted_iota(jnp.int32, (size,), 0) < count_ref[0]
-    row = jnp.where(live, load(path_ref, span(0, size)), path_ref[0])
-    k = _gather(k_ref, row, key_head, keys)
-    u = _gather(u_ref, row, head, columns)
-    log_decay = pltriton.load(log_decay_ref.at[row, jnp.full((size,), head, jnp.int32)])
-    u = jnp.where(live[:, None], jnp.exp(last - log_decay)[:, None] * u, 0.0)
-    return dot(split(k.T, "bf16x6"), split(u, "bf16x6"))
+    # All that has to come from memory is asked for at once, by addresses that hardly have to.
+    fetches = [functools.partial(fetch, i) for i in range(len(states))]
+    state, k, u, log_decay, *scale = _branch(layer, fetches)
+    last = jnp.sum(jnp.where(step == count - 1, log_decay, 0.0))
+    weight = jnp.exp(last - log_decay)
+    for factor in scale:
+        weight = weight * factor
+    added = dot(split(k.T, "bf16x6"), split(weight[:, None] * u, "bf16x6"))
+    state = jnp.exp(last) * state + added
+    stores = [functools.partial(store, out, state, head, keys, columns) for out in states_out]
+    _branch(layer, stores)
 
 
-def _gather(ref, rows: jax.Array, head: jax.Array, columns: pl.Slice) -> jax.Array:
-    """`ref[rows, head, columns]`, zeros beyond the last axis."""
+def _gather(ref, rows: jax.Array, live: jax.Array, head: jax.Array, columns: pl.Slice):
+    """`ref[rows, head, columns]`, zeros in rows that are not live and beyond the last axis."""
     shape = (rows.size, columns.size)
     column = columns.start + lax.broadcasted_iota(jnp.int32, shape, 1)
+    mask = jnp.broadcast_to(live[:, None], shape) & (column < ref.shape[2])
     index = (jnp.broadcast_to(rows[:, None], shape), jnp.full(shape, head, jnp.int32), column)
-    return pltriton.load(ref.at[index], mask=column < ref.shape[2], other=jnp.zeros((), ref.dtype))
+    return pltriton.load(ref.at[index], mask=mask, other=jnp.zeros((), ref.dtype))
 
 
-def _advance_history(path, inputs_ref, history_ref, history_out, piece, config: Config):
-    path_ref, count_ref = path
-    channels = span(piece, config.block_c)
+def _pick(ref, rows: jax.Array, live: jax.Array, head: jax.Array) -> jax.Array:
+    """`ref[rows, head]`, zeros in rows that are not live."""
+    return pltriton.load(ref.at[rows, jnp.full(rows.shape, head, jnp.int32)], mask=live, other=0.0)
+
+
+def _advance_history(path_ref, count_ref, inputs_ref, history_ref, history_out, channels):
     count, width = count_ref[0], history_ref.shape[0]
     line = [jnp.full((), i, jnp.int32) for i in range(width)]
     old = [load(history_ref, i, channels) for i in line]  # all before the first write

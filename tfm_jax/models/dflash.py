@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.tree_attention import tree_attention
 from tfm_jax.config import DrafterConfig
 from tfm_jax.models.layers import GatedMLP, Linear, RMSNorm, attend, rotate
 
@@ -93,7 +94,12 @@ class DrafterAttention(nnx.Module):
     ) -> jax.Array:
         query = self.q_norm(self._heads(self.q_proj(x)))
         query = rotate(query, positions, self.rope_theta, self.head_dim)
-        mixed = attend(query, [context, (*self.keys_values(x, positions), own)])
+        own_keys, own_values = self.keys_values(x, positions)
+        keys, values, seen = context
+        if seen.ndim == 0:
+            mixed = tree_attention(query, own_keys, own_values, own, keys, values, seen)
+        else:
+            mixed = attend(query, [context, (own_keys, own_values, own)])
         return self.o_proj(mixed.reshape(x.shape[0], -1))
 
     def _heads(self, x: jax.Array) -> jax.Array:
@@ -122,7 +128,8 @@ class DrafterLayer(nnx.Module):
         Args:
           x: [B, H] block rows.
           positions: [B] int32.
-          context: keys [KV heads, S, D], values [KV heads, S, D], visible [B, S] bool.
+          context: keys [KV heads, S, D], values [KV heads, S, D], visible [B, S] bool or, where
+            all rows see the same, how many context rows from the first on, int32 scalar.
           own: [B, B] bool, which block rows see which.
         """
         x = x + self.self_attn(self.input_layernorm(x), positions, context, own)
@@ -213,8 +220,12 @@ class Drafter(nnx.Module):
         x = block_embeddings
         for index, layer in enumerate(self.layers):
             window = self.config.window(index)
-            first, key, value = _stretch(cache.key[index], cache.value[index], length, window)
-            seen = visible_context(length, rows, first + jnp.arange(key.shape[1]), window)
+            key, value = cache.key[index], cache.value[index]
+            if window is None:
+                seen = jnp.asarray(length, jnp.int32)
+            else:
+                first, key, value = _stretch(key, value, length, window)
+                seen = visible_context(length, rows, first + jnp.arange(key.shape[1]), window)
             x = layer(x, positions, (key, value, seen), self._own(index, rows))
         return self.norm(x)
 
@@ -280,12 +291,12 @@ def _write(cache: jax.Array, rows: jax.Array, start: jax.Array | int) -> jax.Arr
 
 
 def _stretch(
-    key: jax.Array, value: jax.Array, length: jax.Array | int, window: int | None
+    key: jax.Array, value: jax.Array, length: jax.Array | int, window: int
 ) -> tuple[jax.Array | int, jax.Array, jax.Array]:
-    """The cache rows a layer may read and the position of the first; uncommitted values are 0."""
+    """The rows a sliding layer may read and the position of the first; uncommitted values are 0."""
     capacity = key.shape[1]
     first: jax.Array | int = 0
-    if window is not None and window < capacity:
+    if window < capacity:
         first = jnp.clip(length - window, 0, capacity - window)
         key = jax.lax.dynamic_slice_in_dim(key, first, window, axis=1)
         value = jax.lax.dynamic_slice_in_dim(value, first, window, axis=1)

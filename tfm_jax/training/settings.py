@@ -1,0 +1,93 @@
+"""Settings of the stages of training: from a file as `configs/pocket.json`, or built in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tfm_jax.config import ConfigError
+
+Kind = TypeVar("Kind")
+
+# A run of minutes for small models, also on a CPU.
+SHORT: Mapping[str, Mapping[str, Any]] = {
+    "verifier": {
+        "rows": 8,
+        "length": 256,
+        "log_every": 10,
+        "optimiser": {"steps": 200, "matrix_rate": 0.02, "other_rate": 0.003},
+    },
+    "continuations": {
+        "rows": 64,
+        "total": 160,
+        "prompt": 32,
+        "shortest": 8,
+        "batches": 4,
+        "greedy_share": 0.5,
+    },
+    "dflash": {
+        "log_every": 10,
+        "recipe": {"rows": 8, "anchors": 16},
+        "optimiser": {"steps": 200, "matrix_rate": 0.02, "other_rate": 0.003},
+    },
+    "weaver": {
+        "log_every": 10,
+        "recipe": {"rows": 8, "anchors": 12},
+        "optimiser": {"steps": 120, "matrix_rate": 0.01, "other_rate": 0.002},
+    },
+}
+_KEYS = {
+    "verifier": {"seconds", "rows", "length", "log_every", "optimiser"},
+    "continuations": {
+        "seconds",
+        "rows",
+        "total",
+        "prompt",
+        "shortest",
+        "batches",
+        "greedy_share",
+    },
+    "dflash": {"seconds", "log_every", "recipe", "optimiser"},
+    "weaver": {"seconds", "log_every", "recipe", "optimiser"},
+}
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """A configuration file: sizes of networks, and `stages`, each part optional.
+
+    Raises:
+      ConfigError: no JSON object, or a stage or an entry of a stage that is not known.
+      OSError: the file cannot be read.
+    """
+    try:
+        settings = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    stages = settings.get("stages", {}) if isinstance(settings, dict) else None
+    if not isinstance(stages, dict) or not all(isinstance(s, dict) for s in stages.values()):
+        raise ConfigError(f"{path}: expected an object whose `stages` are objects")
+    unknown = [name for name in stages if name not in _KEYS]
+    unknown += [
+        f"{stage}.{name}"
+        for stage, entries in stages.items()
+        for name in sorted(set(entries) - _KEYS.get(stage, set(entries)))
+    ]
+    if unknown:
+        raise ConfigError(f"{path}: `stages` has unknown entries: {', '.join(unknown)}")
+    return settings
+
+
+def stage_settings(settings: Mapping[str, Any], stage: str) -> dict[str, Any]:
+    """Entries of one stage, what the file leaves out taken from `SHORT`."""
+    return {**SHORT[stage], **settings.get("stages", {}).get(stage, {})}
+
+
+def made(kind: type[Kind], entries: Mapping[str, Any], where: str) -> Kind:
+    """`kind(**entries)`; ConfigError that names `where` if they do not fit."""
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in entries.items()}
+    try:
+        return kind(**values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: {error}") from None

@@ -1,0 +1,50 @@
+"""Records of a run as TensorBoard event files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+
+from tfm_jax.training.report import Record
+
+_BOOKKEEPING = ("title", "step", "steps", "seconds", "last_skipped")
+
+
+class TensorBoard:
+    """Writes records to a folder; pass `add` as `on_record`."""
+
+    def __init__(self, directory: Path) -> None:
+        """Opens the folder.
+
+        Raises:
+          ImportError: there is no tensorboardX.
+        """
+        try:
+            from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise ImportError(
+                "TensorBoard files need tensorboardX: pip install tensorboardX"
+            ) from None
+        self._writer = SummaryWriter(str(directory))
+
+    def __enter__(self) -> TensorBoard:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._writer.close()
+
+    def add(self, record: Record) -> None:
+        """Adds the numbers of a record; entry d of a list gets the tag `<name>/<d>`, from 1."""
+        title, step = record["title"], record["step"]
+        for name, value in record.items():
+            if name in _BOOKKEEPING:
+                continue
+            parts = enumerate(value, 1) if isinstance(value, list) else [(None, value)]
+            for depth, number in parts:
+                tag = f"{title}/{name}" if depth is None else f"{title}/{name}/{depth}"
+                self._writer.add_scalar(tag, number, step)
