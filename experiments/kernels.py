@@ -32,6 +32,7 @@ from pallas_kernels.benchmark import Chain, Timing, compile_chain
 OPS = (
     "gdn_tree",
     "gdn_inputs",
+    "add_norm",
     "commit",
     "tree_attention",
     "top_k",

@@ -146,7 +146,7 @@ def kernel_table(result: dict[str, Any]) -> str:
 def _typical(row: dict[str, Any]) -> bool:
     """Whether the README shows a case: the default tree, plain decoding at length, the drafter."""
     of_default = 65 in (row.get("nodes"), row.get("rows")) or row.get("rows") == 15
-    return of_default or row.get("part") == "growth" or "kv_layers" in row
+    return of_default or row.get("part") == "growth" or "kv_layers" in row or "count" in row
 
 
 def _rival(row: dict[str, Any], kind: str) -> str:

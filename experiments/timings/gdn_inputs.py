@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from experiments.timings.case import Candidate, Case, relative_error
-from pallas_kernels.gdn_inputs import gdn_inputs, gdn_output, pallas, pallas_output
+from pallas_kernels.gdn_inputs import GDNInputs, gdn_inputs, gdn_output, pallas, pallas_output
 from pallas_kernels.gdn_inputs.specs import (
     SMALL,
     Spec,
     benchmark_spec,
     make_inputs,
+    scaled,
     solve,
     solve_output,
 )
@@ -41,25 +42,27 @@ def cases(*, tiny: bool, sweep: bool = False) -> list[Case]:
 def _inputs(spec: Spec, cuts: list[dict]) -> Case:
     inputs = make_inputs(spec)
     exact = solve(inputs, spec)
-    arguments = inputs.arguments(spec.dtype)
-    sizes = {"key_heads": spec.key_heads, "key_dim": spec.key_dim}
+    columns = inputs.columns()
+    x, history, taps, weight, _, _, *gates = inputs.stacked().arguments(spec.dtype)
+    sizes = {"key_heads": spec.key_heads, "key_dim": spec.key_dim, "columns": columns}
 
     def candidate(kind: str, function, note: str = "") -> Candidate:
-        def call(token, x, history, taps, *rest):
+        def call(token, x, history, taps, weight, *gates):
             taps = taps + token.astype(jnp.int32)
-            return tuple(function(x, history, taps, *rest, **sizes))
+            return tuple(function(x, history, taps, weight, x, x, *gates, **sizes))
 
         return Candidate(kind=kind, call=call, note=note)
 
     def error(results) -> float:
-        return max(relative_error(x, y) for x, y in zip(results, exact.values(), strict=True))
+        made = scaled(GDNInputs(*results))
+        return max(relative_error(made[name], exact[name]) for name in exact)
 
-    read = sum(x.nbytes for x in arguments)
-    keys = spec.rows * spec.key_heads * spec.key_dim
-    written = 2 * 4 * keys + exact["v"].size * arguments[0].dtype.itemsize + 2 * 4 * exact["g"].size
+    narrow = inputs.arguments(spec.dtype)
+    read = sum(array.nbytes for array in narrow)
+    written = narrow[0].nbytes + 2 * 4 * spec.rows * (spec.value_heads + spec.key_heads)
     return Case(
         label={"nodes": spec.rows},
-        sets=_rolled(arguments),
+        sets=_rolled((x, history, taps, weight, *gates)),
         candidates=[
             *(candidate("pallas", _cut(gdn_inputs, pallas.prepare, x), _note(x)) for x in cuts),
             candidate("xla", functools.partial(gdn_inputs, implementation="xla")),
@@ -73,17 +76,18 @@ def _inputs(spec: Spec, cuts: list[dict]) -> Case:
 def _output(spec: Spec, cuts: list[dict]) -> Case:
     inputs = make_inputs(spec)
     exact = solve_output(inputs, EPS)
-    arguments = inputs.output_arguments(spec.dtype)
+    narrow = inputs.output_arguments(spec.dtype)
+    column = inputs.columns().z
 
     def candidate(kind: str, function, note: str = "") -> Candidate:
         def call(token, out, z, weight):
-            return (function(out, z, weight + token, EPS),)
+            return (function(out, z, weight + token, EPS, column=column),)
 
         return Candidate(kind=kind, call=call, note=note)
 
     return Case(
         label={"nodes": spec.rows, "part": "output"},
-        sets=_rolled(arguments),
+        sets=_rolled(inputs.stacked().output_arguments(spec.dtype)),
         candidates=[
             *(
                 candidate("pallas", _cut(gdn_output, pallas_output.finish, x), _note(x))
@@ -93,7 +97,7 @@ def _output(spec: Spec, cuts: list[dict]) -> Case:
         ],
         error=lambda results: relative_error(results[0], exact),
         tolerance=TOLERANCE,
-        bytes=sum(x.nbytes for x in arguments) + arguments[1].nbytes,
+        bytes=sum(x.nbytes for x in narrow) + narrow[1].nbytes,
     )
 
 

@@ -22,6 +22,7 @@ def commit_linear(
     path: jax.Array,
     count: jax.Array | int,
     *,
+    key_scales: Sequence[jax.Array] | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Returns the states and convolution histories after the first `count` rows of `path`.
@@ -37,9 +38,11 @@ def commit_linear(
       keys: [N, HK, DK] float32 or bfloat16; value head h reads key head h // (HV // HK).
       us: float32 [N, HV, DV], the corrected values that verification returned.
       log_decays: float32 [N, HV], summed from the root, from verification.
-      inputs: [N, C] float32 or bfloat16, the rows' convolution inputs.
+      inputs: [N, >= C] float32 or bfloat16, the rows' convolution inputs; of a wider array, as a
+        product of stacked weights gives, the first C columns.
       path: int32 [P], rows root..leaf; entries from `count` on may hold anything.
       count: int32 scalar, accepted rows, 1 <= count <= P.
+      key_scales: float32 [N, HK] for each layer, what `keys` are still to be multiplied by.
       implementation: "auto" takes "pallas" on a GPU that supports it, else "xla". "pallas" runs
         interpreted on a CPU. "reference" applies row after row.
 
@@ -53,14 +56,17 @@ def commit_linear(
     us, log_decays, inputs = tuple(us), tuple(log_decays), tuple(inputs)
     layers = (states, histories, keys, us, log_decays, inputs)
     _check(*layers)
+    if key_scales is not None:
+        key_scales = tuple(key_scales)
+        _check_scales(key_scales, keys)
     path, count = check_path(path, count, keys[0].shape[0])
     match choose("commit_linear", implementation):
         case "reference":
-            return reference.advance(*layers, path, count)
+            return reference.advance(*layers, path, count, key_scales)
         case "xla":
-            return xla.advance(*layers, path, count)
+            return xla.advance(*layers, path, count, key_scales)
         case _:
-            return pallas.advance(*layers, path, count, interpret=interpreted())
+            return pallas.advance(*layers, path, count, key_scales, interpret=interpreted())
 
 
 def _check(states, histories, keys, us, log_decays, inputs) -> None:
@@ -83,11 +89,24 @@ def _check(states, histories, keys, us, log_decays, inputs) -> None:
         "states": (states, (value_heads, key_dim, value_dim)),
         "us": (us, (nodes, value_heads, value_dim)),
         "log_decays": (log_decays, (nodes, value_heads)),
-        "inputs": (inputs, (nodes, channels)),
     }
     for name, (arrays, shape) in expected.items():
         if arrays[0].shape != shape:
             raise ValueError(
-                f"{name} must be {shape} for keys {keys[0].shape}, us {us[0].shape} and "
-                f"histories {histories[0].shape}, got {arrays[0].shape}"
+                f"{name} must be {shape} for keys {keys[0].shape} and us {us[0].shape}, "
+                f"got {arrays[0].shape}"
             )
+    if inputs[0].shape[0] != nodes or inputs[0].shape[1] < channels:
+        raise ValueError(
+            f"inputs must be [{nodes}, >= {channels}] for keys {keys[0].shape} and histories "
+            f"{histories[0].shape}, got {inputs[0].shape}"
+        )
+
+
+def _check_scales(key_scales, keys) -> None:
+    check_same("key_scales", key_scales, len(keys), 2, (jnp.float32,))
+    if key_scales[0].shape != keys[0].shape[:2]:
+        raise ValueError(
+            f"key_scales must be {keys[0].shape[:2]} for keys {keys[0].shape}, "
+            f"got {key_scales[0].shape}"
+        )

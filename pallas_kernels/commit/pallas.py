@@ -2,8 +2,9 @@
 
 A program owns a block of one layer's state, or a piece of its history. It reads it once, adds the
 accepted rows and writes it back in place. Every layer's arrays are arguments of their own, so a
-program branches to those of its layer, but only to read and to write: what lies between is one
-code for all layers. A program meets each layer's code about once, so code costs as memory does.
+program branches to those of its layer, but only to read and to write: branches that are alike
+become a choice of addresses, and the code is one for all layers. Code of each layer's own would
+be run once or twice by each multiprocessor, and fetching it would take as long as the data does.
 
 The rows are added by one product of bfloat16 terms. One row after the other, each thread would
 fetch a key for every row of its part of the state, which took longer than the state's traffic.

@@ -5,8 +5,10 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def advance(states, histories, keys, us, log_decays, inputs, path, count):
+def advance(states, histories, keys, us, log_decays, inputs, path, count, key_scales=None):
     """Returns `(states, histories)` by the recurrence, one accepted row after the other."""
+    if key_scales is not None:
+        keys = [k * scale[:, :, None] for k, scale in zip(keys, key_scales, strict=True)]
     advanced = []
     for state, history, k, u, log_decay, x in zip(
         states, histories, keys, us, log_decays, inputs, strict=True
@@ -19,7 +21,8 @@ def advance(states, histories, keys, us, log_decays, inputs, path, count):
             decay = jnp.exp(log_decay[row] - before)[:, None, None]
             key = jnp.repeat(k[row].astype(jnp.float32), group, axis=0)
             state = decay * state + key[:, :, None] * u[row][:, None, :]
-            history = jnp.concatenate([history[1:], x[row][None].astype(history.dtype)])
+            newest = x[row, : history.shape[1]].astype(history.dtype)
+            history = jnp.concatenate([history[1:], newest[None]])
             return state, history, log_decay[row]
 
         start = (state, history, jnp.zeros_like(log_decay[0]))

@@ -18,6 +18,8 @@ class Spec:
       path: entries of the path, valid or not.
       count: accepted rows.
       width: rows of history.
+      wider: columns of the inputs beyond the channels.
+      scaled: keys come with scales.
       dtype: of keys, inputs and history.
       log_decay: mean log-decay of a row.
     """
@@ -33,6 +35,8 @@ class Spec:
     value_dim: int = 16
     channels: int = 64
     width: int = 3
+    wider: int = 0
+    scaled: bool = False
     dtype: str = "float32"
     log_decay: float = -0.1
 
@@ -49,6 +53,7 @@ class Inputs:
     inputs: list[np.ndarray]
     path: np.ndarray
     count: int
+    key_scales: list[np.ndarray] | None = None
 
     def arguments(self, dtype: str) -> tuple:
         """The arguments on the device, in order; keys, inputs and histories in `dtype`."""
@@ -65,13 +70,22 @@ class Inputs:
             jnp.int32(self.count),
         )
 
+    def scales(self) -> dict[str, tuple]:
+        """The argument `key_scales` on the device, if there is one."""
+        if self.key_scales is None:
+            return {}
+        return {"key_scales": tuple(jnp.asarray(x) for x in self.key_scales)}
+
     def poisoned(self) -> "Inputs":
-        """The inputs with NaN in every row off the path."""
+        """The inputs with NaN in every row off the path, and where it is not an input at all."""
         changed = {}
-        for name in ("keys", "us", "log_decays", "inputs"):
+        scales = () if self.key_scales is None else ("key_scales",)
+        for name in ("keys", "us", "log_decays", "inputs", *scales):
             changed[name] = [x.copy() for x in getattr(self, name)]
             for x in changed[name]:
                 x[np.setdiff1d(np.arange(len(x)), self.path[: self.count])] = np.nan
+        for x in changed["inputs"]:
+            x[:, self.histories[0].shape[1] :] = np.nan
         return dataclasses.replace(self, **changed)
 
 
@@ -83,11 +97,15 @@ def solve(inputs: Inputs) -> tuple[list[np.ndarray], list[np.ndarray]]:
         k, u, log_decay = (
             x[i][rows].astype(np.float64) for x in (inputs.keys, inputs.us, inputs.log_decays)
         )
+        if inputs.key_scales is not None:
+            k = k * inputs.key_scales[i][rows, :, None]
         k = np.repeat(k, u.shape[1] // k.shape[1], axis=1)
         state = np.exp(log_decay[-1])[:, None, None] * state.astype(np.float64)
         weighed = np.exp(log_decay[-1] - log_decay)[:, :, None] * u
         states.append(state + k.transpose(1, 2, 0) @ weighed.transpose(1, 0, 2))
-        line = np.concatenate([inputs.histories[i], inputs.inputs[i][rows]])
+        line = np.concatenate(
+            [inputs.histories[i], inputs.inputs[i][rows, : inputs.histories[i].shape[1]]]
+        )
         histories.append(line[len(rows) :])
     return states, histories
 
@@ -102,7 +120,9 @@ def make_inputs(spec: Spec, seed: int = 0) -> Inputs:
         return [_rounded(x, spec.dtype) for x in made] if low else made
 
     keys = arrays(spec.nodes, spec.key_heads, spec.key_dim)
-    keys = [x / np.linalg.norm(x, axis=-1, keepdims=True) for x in keys]
+    scales = [1 / np.linalg.norm(x, axis=-1) for x in keys]
+    if not spec.scaled:
+        keys = [x * scale[:, :, None] for x, scale in zip(keys, scales, strict=True)]
     log_decays = []
     for _ in range(spec.layers):
         steps = spec.log_decay * rng.exponential(1, (spec.nodes, spec.value_heads))
@@ -115,9 +135,10 @@ def make_inputs(spec: Spec, seed: int = 0) -> Inputs:
         keys=[_rounded(x, spec.dtype) for x in keys],
         us=arrays(spec.nodes, spec.value_heads, spec.value_dim),
         log_decays=log_decays,
-        inputs=arrays(spec.nodes, spec.channels, low=True),
+        inputs=arrays(spec.nodes, spec.channels + spec.wider, low=True),
         path=path,
         count=spec.count,
+        key_scales=scales if spec.scaled else None,
     )
 
 
@@ -189,6 +210,7 @@ SMALL = (
     Spec(name="long_path", nodes=33, count=21, path=33, value_heads=3, key_dim=72, width=1),
     Spec(name="strong_decay", nodes=17, count=7, log_decay=-50.0, value_dim=72, width=4),
     Spec(name="bfloat16", nodes=9, count=5, dtype="bfloat16"),
+    Spec(name="scaled", nodes=9, count=4, key_heads=2, value_heads=4, scaled=True, wider=24),
 )
 SMALL_KV = (
     KVSpec(name="one_row", nodes=1, count=1, length=0, path=1, caches=1),
@@ -211,12 +233,26 @@ _REAL: dict[str, Any] = {
 REAL = (
     *(
         Spec(
-            name=f"real_{nodes}_{dtype}", nodes=nodes, count=count, layers=14, dtype=dtype, **_REAL
+            name=f"real_{nodes}_{dtype}", nodes=nodes, count=count, layers=18, dtype=dtype, **_REAL
         )
         for nodes, count in ((16, 16), (65, 5), (128, 1), (256, 12))
         for dtype in ("float32", "bfloat16")
     ),
     Spec(name="real_strong_decay", nodes=65, count=9, log_decay=-50.0, layers=2, **_REAL),
+    # As the model keeps them: keys not yet normalised, inputs among other projections.
+    *(
+        Spec(
+            name=f"real_scaled_{dtype}",
+            nodes=65,
+            count=7,
+            layers=3,
+            dtype=dtype,
+            scaled=True,
+            wider=6240,
+            **_REAL,
+        )
+        for dtype in ("float32", "bfloat16")
+    ),
 )
 REAL_KV = tuple(
     KVSpec(
@@ -234,12 +270,12 @@ REAL_KV = tuple(
 )
 
 
-def benchmark_spec(nodes: int) -> Spec:
-    """One DeltaNet layer of Qwen3.6-27B with a wholly accepted path, the dearest case."""
+def benchmark_spec(nodes: int, count: int) -> Spec:
+    """One DeltaNet layer of Qwen3.6-27B after `count` accepted rows."""
     return Spec(
-        name=f"qwen36_27b_{nodes}",
+        name=f"qwen36_27b_{nodes}_{count}",
         nodes=nodes,
-        count=16,
+        count=count,
         layers=1,
         key_heads=16,
         value_heads=48,

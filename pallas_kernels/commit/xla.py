@@ -7,17 +7,21 @@ from jax import lax
 from pallas_kernels.gdn_tree import gdn_tree_commit_path
 
 
-def advance(states, histories, keys, us, log_decays, inputs, path, count):
+def advance(states, histories, keys, us, log_decays, inputs, path, count, key_scales=None):
     """Returns `(states, histories)`. Arguments as in `commit_linear`."""
     live = jnp.arange(path.size, dtype=jnp.int32) < count
     path = jnp.where(live, path, path[0])
+    if key_scales is not None:
+        keys = [k * scale[:, :, None] for k, scale in zip(keys, key_scales, strict=True)]
     states = tuple(
         gdn_tree_commit_path(*layer, path, count)
         for layer in zip(states, keys, us, log_decays, strict=True)
     )
     histories = tuple(
         lax.dynamic_slice_in_dim(
-            jnp.concatenate([history, x[path].astype(history.dtype)]), count, history.shape[0]
+            jnp.concatenate([history, x[path, : history.shape[1]].astype(history.dtype)]),
+            count,
+            history.shape[0],
         )
         for history, x in zip(histories, inputs, strict=True)
     )

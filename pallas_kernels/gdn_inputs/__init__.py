@@ -1,6 +1,7 @@
 """What surrounds the delta rule in a layer: convolution, heads and gates; the gated norm after."""
 
+from pallas_kernels.gdn_inputs.columns import Columns
 from pallas_kernels.gdn_inputs.output import gdn_output
 from pallas_kernels.gdn_inputs.prepare import GDNInputs, gdn_inputs
 
-__all__ = ["GDNInputs", "gdn_inputs", "gdn_output"]
+__all__ = ["Columns", "GDNInputs", "gdn_inputs", "gdn_output"]

@@ -15,6 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.blocks import load, span, store
+from pallas_kernels.gdn_inputs.columns import Columns
+from pallas_kernels.gdn_inputs.scales import unit_scale
 
 # The notice is about the backend's future, and nothing a caller can act on.
 warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
@@ -51,29 +53,44 @@ def prepare(
     dt_bias: jax.Array,
     key_heads: int,
     key_dim: int,
+    columns: Columns,
     *,
     config: Config | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns `(q, k, v, g, beta)`. Arguments as in `gdn_inputs`."""
+) -> tuple[jax.Array, ...]:
+    """Returns the fields of `GDNInputs`. Arguments as in `gdn_inputs`."""
     arrays = (x, history, taps.astype(jnp.int32), weight, a, b, a_log, dt_bias)
-    return _launch(*arrays, key_heads, key_dim, config or default_config(x.shape[0]), interpret)
+    config = config or default_config(x.shape[0])
+    return _launch(*arrays, key_heads, key_dim, columns, config, interpret)
 
 
 # A function of its own to the tracer: a kernel is traced and lowered once for all layers.
-@functools.partial(jax.jit, static_argnums=(8, 9, 10, 11))
+@functools.partial(jax.jit, static_argnums=(8, 9, 10, 11, 12))
 def _launch(
-    x, history, taps, weight, a, b, a_log, dt_bias, key_heads, key_dim, config: Config, interpret
+    x,
+    history,
+    taps,
+    weight,
+    a,
+    b,
+    a_log,
+    dt_bias,
+    key_heads: int,
+    key_dim: int,
+    columns: Columns,
+    config: Config,
+    interpret: bool,
 ):
-    rows, value_heads = a.shape
-    value_dim = (x.shape[1] - 2 * key_heads * key_dim) // value_heads
-    keys = jax.ShapeDtypeStruct((rows, key_heads, key_dim), jnp.float32)
+    rows, value_heads = taps.shape[0], a_log.shape[0]
+    value_dim = (weight.shape[0] - 2 * key_heads * key_dim) // value_heads
+    keys = jax.ShapeDtypeStruct((rows, key_heads, key_dim), x.dtype)
     values = jax.ShapeDtypeStruct((rows, value_heads, value_dim), x.dtype)
-    gates = jax.ShapeDtypeStruct(a.shape, jnp.float32)
+    gates = jax.ShapeDtypeStruct((rows, value_heads), jnp.float32)
+    scales = jax.ShapeDtypeStruct((rows, key_heads), jnp.float32)
     return pl.pallas_call(
-        functools.partial(_kernel, config=config),
+        functools.partial(_kernel, columns=columns, config=config),
         grid=(2 * key_heads + value_heads + 1, pl.cdiv(rows, config.block_n)),
-        out_shape=(keys, keys, values, gates, gates),
+        out_shape=(keys, keys, values, gates, gates, scales, scales),
         compiler_params=pltriton.CompilerParams(num_warps=config.num_warps, num_stages=1),
         interpret=interpret,
         name="gdn_inputs",
@@ -94,28 +111,31 @@ def _kernel(
     v_ref,
     g_ref,
     beta_ref,
+    q_scale_ref,
+    k_scale_ref,
     *,
+    columns: Columns,
     config: Config,
 ):
     unit = pl.program_id(0)
     rows = span(pl.program_id(1), config.block_n)
-    conv = functools.partial(_convolve, x_ref, history_ref, taps_ref, weight_ref, rows)
+    conv = functools.partial(_convolve, x_ref, history_ref, taps_ref, weight_ref, rows, columns.x)
     _, key_heads, key_dim = k_ref.shape
     _, value_heads, value_dim = v_ref.shape
 
-    def write_unit(ref, first, scale):
+    def write(ref, scale_ref, first, length):
         head = unit - first
-        y = conv(unit * key_dim, key_dim)
-        y = y * (scale * lax.rsqrt(jnp.sum(y * y, axis=1) + 1e-6))[:, None]
+        y = conv(unit * key_dim, key_dim).astype(ref.dtype)
         store(ref, y, rows, head, span(0, y.shape[1]))
+        store(scale_ref, unit_scale(y, length), rows, head)
 
     @pl.when(unit < key_heads)
     def _():
-        write_unit(q_ref, 0, key_dim**-0.5)
+        write(q_ref, q_scale_ref, 0, key_dim**-0.5)
 
     @pl.when((unit >= key_heads) & (unit < 2 * key_heads))
     def _():
-        write_unit(k_ref, key_heads, 1.0)
+        write(k_ref, k_scale_ref, key_heads, 1.0)
 
     @pl.when((unit >= 2 * key_heads) & (unit < 2 * key_heads + value_heads))
     def _():
@@ -126,14 +146,25 @@ def _kernel(
     @pl.when(unit == 2 * key_heads + value_heads)
     def _():
         heads = span(0, pl.next_power_of_2(value_heads))
-        wide = lambda ref, *index: load(ref, *index, heads).astype(jnp.float32)
-        steps = wide(a_ref, rows) + wide(dt_bias_ref)[None, :]
+        vector = lambda ref: load(ref, heads).astype(jnp.float32)[None, :]
+        gate = lambda ref, first: load_part(ref, rows, first, value_heads).astype(jnp.float32)
+        steps = gate(a_ref, columns.a) + vector(dt_bias_ref)
         steps = jnp.maximum(steps, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(steps)))  # softplus
-        store(g_ref, -jnp.exp(wide(a_log_ref))[None, :] * steps, rows, heads)
-        store(beta_ref, jax.nn.sigmoid(wide(b_ref, rows)), rows, heads)
+        store(g_ref, -jnp.exp(vector(a_log_ref)) * steps, rows, heads)
+        store(beta_ref, jax.nn.sigmoid(gate(b_ref, columns.b)), rows, heads)
 
 
-def _convolve(x_ref, history_ref, taps_ref, weight_ref, rows: pl.Slice, first, size: int):
+def load_part(ref, rows: pl.Slice, first: jax.Array | int, size: int) -> jax.Array:
+    """Returns `size` columns of a matrix from `first` on, zeros beyond them and the last row."""
+    block = (rows.size, pl.next_power_of_2(size))
+    row = rows.start + lax.broadcasted_iota(jnp.int32, block, 0)
+    column = lax.broadcasted_iota(jnp.int32, block, 1)
+    return _gather(ref, row, first + column, column < size)
+
+
+def _convolve(
+    x_ref, history_ref, taps_ref, weight_ref, rows: pl.Slice, x_column: int, first, size: int
+):
     """SiLU of the convolution for a block of rows and `size` channels, zeros beyond them."""
     block = (rows.size, pl.next_power_of_2(size))
     past, width = history_ref.shape[0], weight_ref.shape[1]
@@ -145,7 +176,7 @@ def _convolve(x_ref, history_ref, taps_ref, weight_ref, rows: pl.Slice, first, s
         tap_index = jnp.full((), i, jnp.int32)
         source = jnp.broadcast_to(load(taps_ref, rows, tap_index)[:, None], block)
         old = _gather(history_ref, source, channel, inside).astype(x_ref.dtype)
-        new = _gather(x_ref, source - past, channel, inside)
+        new = _gather(x_ref, source - past, x_column + channel, inside)
         tap = jnp.where(source < past, old, new).astype(jnp.float32)
         total += tap * _taps(weight_ref, i, first, size).astype(x_ref.dtype).astype(jnp.float32)
     return total * jax.nn.sigmoid(total)

@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.gdn_inputs.columns import Columns
+from pallas_kernels.gdn_inputs.prepare import GDNInputs
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spec:
@@ -57,6 +60,17 @@ class Inputs:
         """`(out, z, weight)` of `gdn_output` on the device."""
         return jnp.asarray(self.out), jnp.asarray(self.z, dtype), jnp.asarray(self.norm)
 
+    def columns(self) -> Columns:
+        """Where `stacked` holds its parts."""
+        z = self.x.shape[1]
+        b = z + self.z.shape[1]
+        return Columns(x=0, z=z, b=b, a=b + self.b.shape[1])
+
+    def stacked(self) -> "Inputs":
+        """The inputs with one wide array for each of x, z, b and a, as a model has them."""
+        wide = np.concatenate([self.x, self.z, self.b, self.a], axis=1)
+        return dataclasses.replace(self, x=wide, z=wide, b=wide, a=wide)
+
 
 def make_inputs(spec: Spec, seed: int = 0) -> Inputs:
     """Returns the inputs of a case, the same for the same seed; `spec.dtype` holds them exactly."""
@@ -97,7 +111,7 @@ def _make_taps(rows: int, width: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def solve(inputs: Inputs, spec: Spec) -> dict[str, np.ndarray]:
-    """Returns the exact `GDNInputs` in float64 numpy."""
+    """Returns what `scaled` makes of the exact `GDNInputs`, in float64 numpy."""
     line = np.concatenate([inputs.history, inputs.x]).astype(np.float64)
     y = np.einsum("nwc,cw->nc", line[inputs.taps], inputs.weight.astype(np.float64))
     y = y * _sigmoid(y)
@@ -115,6 +129,14 @@ def solve(inputs: Inputs, spec: Spec) -> dict[str, np.ndarray]:
         "g": -np.exp(inputs.a_log.astype(np.float64)) * steps,
         "beta": _sigmoid(inputs.b.astype(np.float64)),
     }
+
+
+def scaled(result: GDNInputs) -> dict[str, np.ndarray]:
+    """Returns queries and keys times their scales, values and gates, in float64 numpy."""
+    made = {name: np.asarray(x, np.float64) for name, x in result._asdict().items()}
+    for name in ("q", "k"):
+        made[name] *= made.pop(f"{name}_scale")[:, :, None]
+    return made
 
 
 def solve_output(inputs: Inputs, eps: float) -> np.ndarray:

@@ -4,10 +4,27 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.gdn_inputs.columns import Columns, take
+from pallas_kernels.gdn_inputs.scales import unit_scale
 
-def prepare(x, history, taps, weight, a, b, a_log, dt_bias, key_heads: int, key_dim: int):
-    """Returns `(q, k, v, g, beta)`. Arguments as in `gdn_inputs`."""
-    rows, value_heads = a.shape
+
+def prepare(
+    x,
+    history,
+    taps,
+    weight,
+    a,
+    b,
+    a_log,
+    dt_bias,
+    key_heads: int,
+    key_dim: int,
+    columns: Columns,
+):
+    """Returns the fields of `GDNInputs`. Arguments as in `gdn_inputs`."""
+    rows, value_heads = taps.shape[0], a_log.shape[0]
+    x = take(x, columns.x, weight.shape[0])
+    a, b = take(a, columns.a, value_heads), take(b, columns.b, value_heads)
     line = jnp.concatenate([history.astype(x.dtype), x])
     weight = weight.astype(x.dtype)
     y = line[taps[:, 0]] * weight[:, 0]
@@ -15,19 +32,16 @@ def prepare(x, history, taps, weight, a, b, a_log, dt_bias, key_heads: int, key_
         y = y + line[taps[:, i]] * weight[:, i]
     keys = key_heads * key_dim
     q, k, v = jnp.split(jax.nn.silu(y), [keys, 2 * keys], axis=-1)
-    q, k = (_unit(u.reshape(rows, key_heads, key_dim)) for u in (q, k))
+    q, k = (u.reshape(rows, key_heads, key_dim) for u in (q, k))
     a, b, a_log, dt_bias = (u.astype(jnp.float32) for u in (a, b, a_log, dt_bias))
     g = -jnp.exp(a_log) * jax.nn.softplus(a + dt_bias)
-    return q * key_dim**-0.5, k, v.reshape(rows, value_heads, -1), g, jax.nn.sigmoid(b)
+    v, beta = v.reshape(rows, value_heads, -1), jax.nn.sigmoid(b)
+    return q, k, v, g, beta, unit_scale(q, key_dim**-0.5), unit_scale(k, 1.0)
 
 
-def finish(out: jax.Array, z: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+def finish(out: jax.Array, z: jax.Array, weight: jax.Array, eps: float, column: int) -> jax.Array:
     """Returns the gated norm. Arguments as in `gdn_output`."""
+    z = take(z, column, out[0].size)
     y = out * lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + eps)
     y = y * weight.astype(jnp.float32)
     return (y.reshape(z.shape) * jax.nn.silu(z.astype(jnp.float32))).astype(z.dtype)
-
-
-def _unit(x: jax.Array) -> jax.Array:
-    x = x.astype(jnp.float32)
-    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)

@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.blocks import load, span, store
+from pallas_kernels.gdn_tree.scales import FORGET, given
 from pallas_kernels.gdn_tree.topology import TreeTopology
 from pallas_kernels.splitting import Split, dot, split
 
@@ -66,6 +67,22 @@ class Tree(typing.NamedTuple):
     depth: jax.Array
     relation: jax.Array
     merges: jax.Array
+
+
+class _Inputs(typing.NamedTuple):
+    """References to what a launch reads: arguments of `verify`, then the fields of `Tree`."""
+
+    q: typing.Any
+    k: typing.Any
+    v: typing.Any
+    g: typing.Any
+    beta: typing.Any
+    s0: typing.Any
+    q_scale: typing.Any
+    k_scale: typing.Any
+    depth: typing.Any
+    relation: typing.Any
+    merges: typing.Any
 
 
 class Cut(typing.NamedTuple):
@@ -128,6 +145,8 @@ def verify(
     s0: jax.Array,
     tree: Tree,
     *,
+    q_scale: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
     config: Config | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -138,7 +157,7 @@ def verify(
     nodes, value_heads, value_dim = v.shape
     config = config or default_config(nodes, value_dim)
     rows = cut(nodes)
-    inputs = (q, k, v, g, beta, s0, *tree)
+    inputs = _Inputs(q, k, v, g, beta, s0, given(q_scale, q), given(k_scale, k), *tree)
     wide = jax.ShapeDtypeStruct(v.shape, jnp.float32)
     row = jax.ShapeDtypeStruct((nodes, value_heads), jnp.float32)
     columns = pl.cdiv(value_dim, config.block_v)
@@ -174,36 +193,20 @@ def verify(
     return out, u, log_decay
 
 
-def _fused_kernel(
-    q_ref,
-    k_ref,
-    v_ref,
-    g_ref,
-    beta_ref,
-    s0_ref,
-    depth_ref,
-    relation_ref,
-    merges_ref,
-    out_ref,
-    u_ref,
-    log_decay_ref,
-    *,
-    cut: Cut,
-    block_v: int,
-):
-    refs = (q_ref, k_ref, v_ref, g_ref, beta_ref, s0_ref, depth_ref, relation_ref)
-    results = (out_ref, u_ref, log_decay_ref)
+def _fused_kernel(*refs, cut: Cut, block_v: int):
+    *inputs, out_ref, u_ref, log_decay_ref = refs
+    refs, results = _Inputs(*inputs), (out_ref, u_ref, log_decay_ref)
     head = pl.program_id(0)
     columns = span(pl.program_id(1), block_v)
     s0, above = _below_root(refs, results, head, columns, cut)
     if not cut.count:
         return
     rows = cut.rows(0)
-    relation = load(relation_ref, span(0, cut.size), span(0, cut.size))
-    path = _along_path(relation, load(g_ref, rows, head))
+    relation = load(refs.relation, span(0, cut.size), span(0, cut.size))
+    path = _along_path(relation, load(refs.g, rows, head))
     x, y, relation = _factors(refs, head, relation, rows, rows, path, path)
     rhs, out = _read(refs, head, rows, columns, s0, path)
-    inverse = _invert(x, relation, merges_ref[0])
+    inverse = _invert(x, relation, refs.merges[0])
     u = rhs + dot(_bounded(inverse), split(rhs, "f16x3"))
     out += dot(_bounded(y), split(u, "f16x3"))
     store(u_ref, u, rows, head, columns)
@@ -212,28 +215,10 @@ def _fused_kernel(
     _store_log_decay(refs, log_decay_ref, head, rows, path, above)
 
 
-def _prepare_kernel(
-    q_ref,
-    k_ref,
-    v_ref,
-    g_ref,
-    beta_ref,
-    s0_ref,
-    depth_ref,
-    relation_ref,
-    merges_ref,
-    solve_ref,
-    mix_ref,
-    out_ref,
-    u_ref,
-    log_decay_ref,
-    *,
-    cut: Cut,
-    block_v: int,
-):
+def _prepare_kernel(*refs, cut: Cut, block_v: int):
     """Either a pair of row blocks, or what the state gives to a row block: see `_pair`, `_read`."""
-    refs = (q_ref, k_ref, v_ref, g_ref, beta_ref, s0_ref, depth_ref, relation_ref)
-    results = (out_ref, u_ref, log_decay_ref)
+    *inputs, solve_ref, mix_ref, out_ref, u_ref, log_decay_ref = refs
+    refs, results = _Inputs(*inputs), (out_ref, u_ref, log_decay_ref)
     head, task = pl.program_id(0), pl.program_id(1)
     pairs = mix_ref.shape[1]
 
@@ -246,7 +231,7 @@ def _prepare_kernel(
         x, y, relation = _factors(refs, head, relation, rows, columns, path, source_path)
         x = lax.cond(
             block == source,
-            lambda: _invert(x, relation, merges_ref[0]),
+            lambda: _invert(x, relation, refs.merges[0]),
             lambda: jnp.where(relation > 0, x, 0.0),
         )
         for ref, value in ((solve_ref, x), (mix_ref, y)):
@@ -319,21 +304,24 @@ def step(state, q, k, v, g, beta) -> tuple[jax.Array, jax.Array, jax.Array]:
     return state, jnp.sum(q[:, None] * state, axis=0), u
 
 
-def _below_root(refs, results, head, columns, cut: Cut) -> tuple[jax.Array, jax.Array]:
+def _below_root(refs: _Inputs, results, head, columns, cut: Cut) -> tuple[jax.Array, jax.Array]:
     """The state that the row blocks start from and the log-decay up to there.
 
     Writes the root's own results if it is not in the blocks.
     """
-    q_ref, k_ref, v_ref, g_ref, beta_ref, s0_ref, depth_ref, _ = refs
-    keys = _keys(k_ref)
-    s0 = load(s0_ref, head, keys, columns)
+    keys = _keys(refs)
+    s0 = load(refs.s0, head, keys, columns)
     if not cut.root:
         return s0, jnp.float32(0)
-    valid = depth_ref[0] >= 0  # if it is padding, its step changes nothing
+    valid = refs.depth[0] >= 0  # if it is padding, its step changes nothing
     key_head = _key_head(refs, head)
-    wide = (load(q_ref, 0, key_head, keys), load(k_ref, 0, key_head, keys))
-    inputs = (*wide, load(v_ref, 0, head, columns), g_ref[0, head], beta_ref[0, head])
-    q, k, v, g, beta = (jnp.where(valid, x.astype(jnp.float32), 0.0) for x in inputs)
+    q, k = (
+        load(ref, 0, key_head, keys).astype(jnp.float32) * scale[0, key_head]
+        for ref, scale in ((refs.q, refs.q_scale), (refs.k, refs.k_scale))
+    )
+    v = load(refs.v, 0, head, columns).astype(jnp.float32)
+    inputs = (q, k, v, _forgetting(refs.g[0, head]), refs.beta[0, head])
+    q, k, v, g, beta = (jnp.where(valid, x, 0.0) for x in inputs)
     s0, out, u = step(s0, q, k, v, g, beta)
     for ref, value in zip(results[:2], (out, u), strict=True):
         store(ref, jnp.where(valid, value, 0.0), 0, head, columns)
@@ -357,44 +345,50 @@ class Path(typing.NamedTuple):
 def _along_path(relation: jax.Array, g: jax.Array) -> Path:
     bounded = jnp.maximum(g, -128.0)
     coarse = jnp.floor(bounded * 256.0) * (1 / 256)
-    parts = (coarse, bounded - coarse, g)
+    parts = (coarse, bounded - coarse, _forgetting(g))
     return Path(*(jnp.sum(jnp.where(relation >= 0, x[None, :], 0.0), axis=1) for x in parts))
 
 
-def _block_path(refs, head, block, source, cut: Cut) -> tuple[jax.Array, Path]:
+def _forgetting(g: jax.Array) -> jax.Array:
+    return jnp.maximum(g, FORGET)
+
+
+def _block_path(refs: _Inputs, head, block, source, cut: Cut) -> tuple[jax.Array, Path]:
     """The relation of a row block to `source`, and its sums over all blocks."""
-    g_ref, relation_ref = refs[3], refs[7]
     rows = span(block, cut.size)
 
     def relation(source):
-        return load(relation_ref, rows, span(source, cut.size))
+        return load(refs.relation, rows, span(source, cut.size))
 
     def add(source, sums):
-        path = _along_path(relation(source), load(g_ref, cut.rows(source), head))
+        path = _along_path(relation(source), load(refs.g, cut.rows(source), head))
         return Path(*(x + y for x, y in zip(sums, path, strict=True)))
 
     zeros = Path(*(jnp.zeros((cut.size,), jnp.float32) for _ in range(3)))
     return relation(source), lax.fori_loop(0, block + 1, add, zeros)
 
 
-def _factors(refs, head, relation, rows, columns, path: Path, source: Path):
+def _factors(refs: _Inputs, head, relation, rows, columns, path: Path, source: Path):
     """X, Y and the relation between rows and their possible ancestors, all [rows, columns].
 
     Where X is no link between strict ancestors, it holds anything, infinity and NaN too.
     """
-    q_ref, k_ref, _, _, beta_ref, *_ = refs
-    heads = (_key_head(refs, head), _keys(k_ref))
-    right = split(load(k_ref, columns, *heads), "bf16x6")
+    key_head = _key_head(refs, head)
+    heads = (key_head, _keys(refs))
+    right = split(load(refs.k, columns, *heads), "bf16x6")
     x, y = (
         dot(split(load(ref, rows, *heads), "bf16x6"), right, transpose_y=True)
-        for ref in (k_ref, q_ref)
+        for ref in (refs.k, refs.q)
     )
     # From here on in the layout of products: vectors are cheap to bring there, matrices are not.
     relation = jnp.where(x == x, relation, -1)
     exponent = jnp.where(relation >= 0, path.coarse[:, None], 0.0) - source.coarse[None, :]
     decay = _exp(exponent + path.fine[:, None] - source.fine[None, :])
-    y = jnp.where(relation >= 0, decay * y, 0.0)
-    return decay * x * load(beta_ref, rows, head)[:, None], y, relation
+    decay *= load(refs.k_scale, columns, key_head)[None, :]
+    write = load(refs.beta, rows, head) * load(refs.k_scale, rows, key_head)
+    query = load(refs.q_scale, rows, key_head)
+    y = jnp.where(relation >= 0, decay * (y * query[:, None]), 0.0)
+    return decay * (x * write[:, None]), y, relation
 
 
 def _invert(x: jax.Array, relation: jax.Array, merges: jax.Array) -> jax.Array:
@@ -415,24 +409,31 @@ def _invert(x: jax.Array, relation: jax.Array, merges: jax.Array) -> jax.Array:
     return jnp.where(relation == 0, 0.0, inverse)
 
 
-def _read(refs, head, rows, columns, s0: jax.Array, path: Path) -> tuple[jax.Array, jax.Array]:
+def _read(
+    refs: _Inputs, head, rows, columns, s0: jax.Array, path: Path
+) -> tuple[jax.Array, jax.Array]:
     """Right-hand sides beta (v - a K S0) and what queries read, a Q S0; zeros on padding rows."""
-    q_ref, k_ref, v_ref, _, beta_ref, _, depth_ref, _ = refs
-    heads = (_key_head(refs, head), _keys(k_ref))
+    key_head = _key_head(refs, head)
+    heads = (key_head, _keys(refs))
     state = split(s0, "bf16x6")
     key_read, query_read = (
-        dot(split(load(ref, rows, *heads), "bf16x6"), state) for ref in (k_ref, q_ref)
+        dot(split(load(ref, rows, *heads), "bf16x6"), state) for ref in (refs.k, refs.q)
     )
-    decay = _exp(path.coarse + path.fine)[:, None]
-    beta = load(beta_ref, rows, head)[:, None]
-    v = load(v_ref, rows, head, columns).astype(jnp.float32)
-    valid = (load(depth_ref, rows) >= 0)[:, None]
-    rhs = jnp.where(valid, beta * (v - decay * key_read), 0.0)
-    return rhs, jnp.where(valid, decay * query_read, 0.0)
+    decay = _exp(path.coarse + path.fine)
+    key_decay, query_decay = (
+        (decay * load(scale, rows, key_head))[:, None] for scale in (refs.k_scale, refs.q_scale)
+    )
+    beta = load(refs.beta, rows, head)[:, None]
+    v = load(refs.v, rows, head, columns).astype(jnp.float32)
+    valid = (load(refs.depth, rows) >= 0)[:, None]
+    rhs = jnp.where(valid, beta * (v - key_decay * key_read), 0.0)
+    return rhs, jnp.where(valid, query_decay * query_read, 0.0)
 
 
-def _store_log_decay(refs, log_decay_ref, head, rows, path: Path, above: jax.Array) -> None:
-    valid = load(refs[6], rows) >= 0
+def _store_log_decay(
+    refs: _Inputs, log_decay_ref, head, rows, path: Path, above: jax.Array
+) -> None:
+    valid = load(refs.depth, rows) >= 0
     store(log_decay_ref, jnp.where(valid, path.total + above, 0.0), rows, head)
 
 
@@ -442,17 +443,16 @@ def _exp(x: jax.Array) -> jax.Array:
 
 
 def _bounded(x: jax.Array) -> Split:
-    """Terms of a factor. Its entries are products of two unit vectors: at most one."""
+    """Terms of a factor. Its entries are products of two unit vectors, scaled: at most one."""
     return split(x, "f16x3", bounded=True)
 
 
-def _key_head(refs, head: jax.Array) -> jax.Array:
-    _, k_ref, v_ref, *_ = refs
-    return head // (v_ref.shape[1] // k_ref.shape[1])
+def _key_head(refs: _Inputs, head: jax.Array) -> jax.Array:
+    return lax.div(head, refs.v.shape[1] // refs.k.shape[1])
 
 
-def _keys(k_ref) -> pl.Slice:
-    return span(0, _block(k_ref.shape[2]))
+def _keys(refs: _Inputs) -> pl.Slice:
+    return span(0, _block(refs.k.shape[2]))
 
 
 def _block(size: int) -> int:

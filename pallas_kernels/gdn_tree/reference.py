@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.gdn_tree.scales import FORGET
+
 
 def verify(
     q: jax.Array,
@@ -14,6 +16,9 @@ def verify(
     s0: jax.Array,
     parents: jax.Array,
     valid: jax.Array,
+    *,
+    q_scale: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns `(out, u, log_decay)` by walking the nodes in order, in the type of `s0`.
 
@@ -30,10 +35,13 @@ def verify(
         keep = valid.reshape((nodes,) + (1,) * (x.ndim - 1))
         return jnp.where(keep, x.astype(dtype), jnp.zeros((), dtype))
 
+    def heads(x: jax.Array, scale: jax.Array | None) -> jax.Array:
+        x = clean(x) if scale is None else clean(x) * clean(scale)[:, :, None]
+        return jnp.repeat(x, group, axis=1)  # [N, HV, DK]
+
     parents = jnp.where(valid, parents.astype(jnp.int32), -1)
-    q = jnp.repeat(clean(q), group, axis=1)  # [N, HV, DK]
-    k = jnp.repeat(clean(k), group, axis=1)
-    v, g, beta = clean(v), clean(g), clean(beta)
+    q, k = heads(q, q_scale), heads(k, k_scale)
+    v, g, beta = clean(v), clean(jnp.maximum(g, FORGET)), clean(beta)
 
     def step(carry, node):
         states, sums = carry  # row N holds what stands above the root

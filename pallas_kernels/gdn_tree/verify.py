@@ -12,7 +12,6 @@ from pallas_kernels.gdn_tree import pallas, reference, xla
 from pallas_kernels.gdn_tree.topology import TreeTopology, tree_topology
 
 _NAME = "gdn_tree_verify"
-_FORGET = -1e30  # stands for minus infinity: zero times it is still zero
 
 
 class GDNTreeResult(typing.NamedTuple):
@@ -38,6 +37,8 @@ def gdn_tree_verify(
     s0: jax.Array,
     parents: jax.Array,
     *,
+    q_scale: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
     valid: jax.Array | None = None,
     implementation: Implementation = "auto",
     topology: TreeTopology | None = None,
@@ -49,13 +50,17 @@ def gdn_tree_verify(
     and `reference` implementations can be differentiated.
 
     Args:
-      q, k: [N, HK, DK] float32 or bfloat16, L2-normalised, `q` scaled by DK^-1/2.
+      q, k: [N, HK, DK] float32 or bfloat16. Times their scales `k` is L2-normalised or shorter,
+        and `q` is so times DK^-1/2.
       v: [N, HV, DV] float32 or bfloat16; value head h reads key head h // (HV // HK).
       g: float32 [N, HV], log-decay, <= 0.
       beta: float32 [N, HV], write strength in [0, 1].
       s0: float32 [HV, DK, DV], the committed state above the root.
       parents: int32 [N]; `parents[i] < i`, -1 at the root, of which there is one, and on padding
         rows.
+      q_scale, k_scale: float32 [N, HK], what each vector of `q` and `k` is to be multiplied by;
+        None stands for 1. Raw bfloat16 vectors with scales are exact where rounded unit vectors
+        are not, and cost the kernel half the products of float32 ones.
       valid: bool [N]; False marks padding rows, whose inputs may hold anything.
       implementation: "auto" takes "pallas" on a GPU that supports the shape, else "xla".
         "pallas" runs interpreted on a CPU. "reference" walks the nodes one by one.
@@ -67,7 +72,8 @@ def gdn_tree_verify(
         and `valid`, or more than one root (checked unless traced).
       NotImplementedError: "pallas" on a device or shape it does not support.
     """
-    _check(q, k, v, g, beta, s0, parents)
+    scales = {"q_scale": q_scale, "k_scale": k_scale}
+    _check(q, k, v, g, beta, s0, parents, scales)
     implementation = choice.choose(_NAME, implementation, _refusal(q.shape[0]))
     if topology is None:
         topology = tree_topology(parents, valid)
@@ -78,15 +84,26 @@ def gdn_tree_verify(
         raise ValueError(f"topology has {rows} rows, parents {parents.shape[0]}")
     _check_root(topology)
 
-    g = jnp.maximum(g, _FORGET)
     if implementation == "reference":
         parents = jnp.asarray(parents, jnp.int32)
-        result = reference.verify(q, k, v, g, beta, s0, parents, topology.valid)
+        result = reference.verify(
+            q, k, v, g, beta, s0, parents, topology.valid, q_scale=q_scale, k_scale=k_scale
+        )
     elif implementation == "xla":
-        result = xla.verify(q, k, v, g, beta, s0, topology)
+        result = xla.verify(q, k, v, g, beta, s0, topology, q_scale=q_scale, k_scale=k_scale)
     else:
-        tree = pallas.describe(topology)
-        result = pallas.verify(q, k, v, g, beta, s0, tree, interpret=choice.interpreted())
+        result = pallas.verify(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            s0,
+            pallas.describe(topology),
+            q_scale=q_scale,
+            k_scale=k_scale,
+            interpret=choice.interpreted(),
+        )
     return GDNTreeResult(*result)
 
 
@@ -124,8 +141,10 @@ def _check(
     beta: jax.Array,
     s0: jax.Array,
     parents: jax.Array,
+    scales: dict[str, jax.Array | None],
 ) -> None:
-    named = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "s0": s0, "parents": parents}
+    given = {name: x for name, x in scales.items() if x is not None}
+    named = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "s0": s0, "parents": parents, **given}
     for name, x in named.items():
         if not hasattr(x, "dtype"):
             raise TypeError(f"{name} must be an array, got {type(x).__name__}")
@@ -134,7 +153,7 @@ def _check(
             raise ValueError(f"{name} must have three axes, [N, heads, size], got {x.shape}")
         if x.dtype not in (jnp.float32, jnp.bfloat16):
             raise TypeError(f"{name} must be float32 or bfloat16, got {x.dtype}")
-    for name, x in (("g", g), ("beta", beta), ("s0", s0)):
+    for name, x in (("g", g), ("beta", beta), ("s0", s0), *given.items()):
         if x.dtype != jnp.float32:
             raise TypeError(f"{name} must be float32, got {x.dtype}")
     if parents.dtype not in (jnp.int32, jnp.int64):
@@ -152,6 +171,7 @@ def _check(
         "beta": (beta, (nodes, value_heads)),
         "s0": (s0, (value_heads, key_dim, value_dim)),
         "parents": (parents, (nodes,)),
+        **{name: (x, (nodes, key_heads)) for name, x in given.items()},
     }
     for name, (x, shape) in expected.items():
         if x.shape != shape:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.gdn_tree.scales import FORGET, scaled
 from pallas_kernels.gdn_tree.topology import TreeTopology
 from pallas_kernels.triangular import unit_lower_inverse
 
@@ -28,12 +29,16 @@ def verify(
     beta: jax.Array,
     s0: jax.Array,
     topology: TreeTopology,
+    *,
+    q_scale: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns `(out, u, log_decay)` in float32. Shapes as in `gdn_tree_verify`."""
     nodes, key_heads, key_dim = k.shape
     value_heads, value_dim = v.shape[1:]
     group = value_heads // key_heads
-    q, k, v, g, beta = (_clean(x, topology.valid) for x in (q, k, v, g, beta))
+    inputs = (scaled(q, q_scale), scaled(k, k_scale), v, jnp.maximum(g, FORGET), beta)
+    q, k, v, g, beta = (_clean(x, topology.valid) for x in inputs)
 
     decay, log_decay = _segment_decay(g, topology.ancestors)  # [HV, N, N], [N, HV]
 

@@ -68,26 +68,27 @@ def check(result, inputs) -> None:
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 def test_linear(implementation, spec):
     inputs = make_inputs(spec)
-    result = compiled(commit_linear, implementation)(*inputs.poisoned().arguments(spec.dtype))
+    poisoned = inputs.poisoned()
+    call = compiled(commit_linear, implementation)
+    result = call(*poisoned.arguments(spec.dtype), **poisoned.scales())
     check(result, inputs)
     assert all(history.dtype == spec.dtype for history in result[1])
 
 
 def test_reference():
-    inputs, arguments = make_inputs(SMALL[1]), make_kv(SMALL_KV[3])
-    check(compiled(commit_linear, "reference")(*inputs.poisoned().arguments("float32")), inputs)
+    inputs, arguments = make_inputs(SMALL[6]), make_kv(SMALL_KV[3])
+    poisoned = inputs.poisoned()
+    call = compiled(commit_linear, "reference")
+    check(call(*poisoned.arguments("float32"), **poisoned.scales()), inputs)
     result = compiled(commit_kv, "reference")(*arguments)
     assert all(same(x, y) for x, y in zip(result, solve_kv(*arguments), strict=True))
 
 
-@pytest.mark.parametrize("changed", [{"rows": 1}, {"block_k": 32, "tensor_cores": True}], ids=str)
-def test_linear_configurations(changed):
-    """Several blocks each way, a short last group of layers, and both ways to add the rows."""
+def test_linear_in_blocks():
+    """Several blocks each way and launches of two sizes."""
     spec = Spec(name="", nodes=19, count=6, layers=3, key_dim=72, value_dim=40, channels=300)
     inputs = make_inputs(spec)
-    config = dataclasses.replace(
-        pallas.Config(layers=2, block_k=64, block_v=16, rows=2, num_warps=1), **changed
-    )
+    config = pallas.Config(layers=2, block_k=64, block_v=16, num_warps=1)
     advance = functools.partial(pallas.advance, config=config, interpret=True)
     run = jax.jit(advance, compiler_options=FAST_COMPILE)
     check(run(*inputs.poisoned().arguments(spec.dtype)), inputs)
@@ -103,7 +104,7 @@ def test_every_count_keeps_the_newest_inputs():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("layers", 0), ("block_v", 8), ("block_k", 48), ("rows", 3), ("num_warps", 16)],
+    [("layers", 0), ("block_v", 8), ("block_k", 48), ("num_warps", 16)],
 )
 def test_configuration_refuses_sizes(name, value):
     with pytest.raises(ValueError, match=f"{name} .*got"):
@@ -175,16 +176,12 @@ def _advance(state, k, v, g, beta):
     return state + np.multiply.outer(k, beta * (v - k @ state[0]))
 
 
-@specs((SMALL[3], REAL[1], REAL[2]))
+@specs((SMALL[3], REAL[1], REAL[2], REAL[9]))
 def test_linear_lowers_for_hopper(spec):
-    spec = dataclasses.replace(spec, layers=min(spec.layers, 2), channels=spec.channels // 8)
-    arguments = make_inputs(spec).arguments(spec.dtype)
-    products = dataclasses.replace(
-        pallas.default_config(spec.key_dim, spec.value_dim), tensor_cores=True
-    )
-    for config in (None, products):
-        call = functools.partial(pallas.advance, config=config)
-        assert "triton" in lower_for_hopper(call, *arguments)
+    spec = dataclasses.replace(spec, layers=min(spec.layers, 3), channels=spec.channels // 8)
+    inputs = make_inputs(spec)
+    call = functools.partial(pallas.advance, **inputs.scales())
+    assert "triton" in lower_for_hopper(call, *inputs.arguments(spec.dtype))
 
 
 @specs((SMALL_KV[1], dataclasses.replace(REAL_KV[1], caches=3)))
@@ -234,7 +231,19 @@ BASE = Spec(name="", nodes=4, count=2, path=4, layers=2, key_heads=2, value_head
             ValueError,
             "keys must be alike in all layers",
         ),
-        ({"inputs": (np.zeros((4, 63), np.float32),) * 2}, ValueError, r"inputs must be \(4, 64\)"),
+        (
+            {"inputs": (np.zeros((4, 63), np.float32),) * 2},
+            ValueError,
+            r"inputs must be \[4, >= 64",
+        ),
+        (
+            {"inputs": (np.zeros((3, 64), np.float32),) * 2},
+            ValueError,
+            r"inputs must be \[4, >= 64",
+        ),
+        ({"key_scales": (np.zeros((4, 2), np.float32),)}, ValueError, "key_scales must hold an"),
+        ({"key_scales": (np.zeros((4, 4), np.float32),) * 2}, ValueError, r"scales must be \(4, 2"),
+        ({"key_scales": (jnp.ones((4, 2), "bfloat16"),) * 2}, TypeError, "scales must be float32"),
         ({"path": np.zeros(4, np.float32)}, ValueError, "path must be integers"),
         ({"path": np.asarray([0, 4], np.int32)}, ValueError, r"path must hold rows 0\.\.3"),
         ({"count": 0}, ValueError, r"count must lie in 1\.\.4, got 0"),

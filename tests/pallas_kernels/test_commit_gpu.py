@@ -27,10 +27,9 @@ from pallas_kernels.gdn_tree import gdn_tree_verify
 pytestmark = pytest.mark.gpu
 
 TOLERANCE = 5e-7
-WAYS = {
-    "rows": pallas.Config(layers=5, rows=2),
-    "product": pallas.Config(layers=5, block_k=128, block_v=32, tensor_cores=True),
-    "wide": pallas.Config(layers=5, block_k=128, num_warps=8),
+CUTS = {
+    "launches": pallas.Config(layers=8),
+    "tall": pallas.Config(layers=6, block_k=128, block_v=32),
 }
 
 
@@ -49,17 +48,18 @@ kv = jax.jit(functools.partial(commit_kv, implementation="pallas"), donate_argnu
 @pytest.fixture(scope="module")
 def compiled():
     """All shapes compiled side by side: compiling is most of the time."""
-    jobs = [
-        (linear, make_inputs(spec).arguments(spec.dtype), spec.name) for spec in (*SMALL, *REAL)
-    ]
-    jobs += [(kv, make_kv(spec), f"kv_{spec.name}") for spec in (*SMALL_KV, *REAL_KV)]
+    jobs = []
+    for spec in (*SMALL, *REAL):
+        inputs = make_inputs(spec)
+        jobs.append((linear, inputs.arguments(spec.dtype), inputs.scales(), spec.name))
+    jobs += [(kv, make_kv(spec), {}, f"kv_{spec.name}") for spec in (*SMALL_KV, *REAL_KV)]
     arguments = make_inputs(REAL[2]).arguments(REAL[2].dtype)
     jobs += [
-        (jax.jit(functools.partial(pallas.advance, config=config)), arguments, name)
-        for name, config in WAYS.items()
+        (jax.jit(functools.partial(pallas.advance, config=config)), arguments, {}, name)
+        for name, config in CUTS.items()
     ]
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        programs = pool.map(lambda job: job[0].lower(*job[1]).compile(), jobs)
+        programs = pool.map(lambda job: job[0].lower(*job[1], **job[2]).compile(), jobs)
         return dict(zip([name for *_, name in jobs], programs, strict=True))
 
 
@@ -80,13 +80,14 @@ def check(result, inputs) -> None:
 @specs((*SMALL, *REAL))
 def test_linear(compiled, spec):
     inputs = make_inputs(spec)
-    check(compiled[spec.name](*inputs.poisoned().arguments(spec.dtype)), inputs)
+    poisoned = inputs.poisoned()
+    check(compiled[spec.name](*poisoned.arguments(spec.dtype), **poisoned.scales()), inputs)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_linear_configurations(compiled, way):
+@pytest.mark.parametrize("cut", CUTS)
+def test_linear_configurations(compiled, cut):
     inputs = make_inputs(REAL[2])
-    check(compiled[way](*inputs.poisoned().arguments(REAL[2].dtype)), inputs)
+    check(compiled[cut](*inputs.poisoned().arguments(REAL[2].dtype)), inputs)
 
 
 @specs((*SMALL_KV, *REAL_KV))

@@ -30,8 +30,8 @@ def specs(cases: tuple[Spec, ...]):
     return pytest.mark.parametrize("spec", cases, ids=lambda spec: spec.name)
 
 
-def verify(*args):
-    return gdn_tree_verify(*args[:7], valid=args[7], implementation="pallas")
+def verify(*args, **scales):
+    return gdn_tree_verify(*args[:7], **scales, valid=args[7], implementation="pallas")
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +40,17 @@ def compiled():
     shapes = {}
     for cases, dtype in (((*SMALL, *REAL), jnp.float32), (BFLOAT16, jnp.bfloat16)):
         for spec in cases:
-            args = make_inputs(spec).arguments(dtype)
-            shapes.setdefault(key(args), args)
+            inputs = make_inputs(spec)
+            args, scales = inputs.arguments(dtype), inputs.scales()
+            shapes.setdefault(key(args, scales), (args, scales))
     for path in GOLDEN:
         args = golden_inputs(np.load(path)).arguments()
-        shapes.setdefault(key(args), args)
+        shapes.setdefault(key(args), (args, {}))
 
-    def compile_one(args):
+    def compile_one(arguments):
+        args, scales = arguments
         start = time.perf_counter()
-        program = jax.jit(verify).lower(*args).compile()
+        program = jax.jit(verify).lower(*args, **scales).compile()
         print(f"{args[2].shape} {args[0].dtype}: {time.perf_counter() - start:.1f} s")
         return program
 
@@ -56,18 +58,19 @@ def compiled():
         return dict(zip(shapes, pool.map(compile_one, shapes.values()), strict=True))
 
 
-def key(args):
-    return tuple((x.shape, str(x.dtype)) for x in args)
+def key(args, scales=()):
+    return (*((x.shape, str(x.dtype)) for x in args), *scales)
 
 
 def golden_inputs(golden) -> Inputs:
-    inputs = Inputs(**{field.name: golden[field.name] for field in dataclasses.fields(Inputs)})
+    names = [field.name for field in dataclasses.fields(Inputs) if field.name in golden]
+    inputs = Inputs(**{name: golden[name] for name in names})
     return inputs.padded(32 if len(inputs.valid) <= 32 else 128)  # few shapes to compile
 
 
 def run(compiled, inputs: Inputs, dtype=jnp.float32):
-    args = inputs.arguments(dtype)
-    return [np.asarray(x) for x in compiled[key(args)](*args)]
+    args, scales = inputs.arguments(dtype), inputs.scales()
+    return [np.asarray(x) for x in compiled[key(args, scales)](*args, **scales)]
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
@@ -143,10 +146,11 @@ def test_other_configurations(config):
     check([np.asarray(x) for x in result], inputs)
 
 
-def test_per_branch_baseline():
-    inputs = make_inputs(next(spec for spec in REAL if spec.name == "real_65"))
+@specs([spec for spec in REAL if spec.name in ("real_1", "real_2", "real_64", "real_65")])
+def test_per_branch_baseline(spec):
+    inputs = make_inputs(spec)
     expected = solve(inputs)
-    out, states = jax.jit(per_branch.verify)(*inputs.arguments()[:-1])
+    out, states = jax.jit(per_branch.verify)(*inputs.arguments()[:-1], **inputs.scales())
     assert error(np.asarray(out), expected.out) < TOLERANCE
     assert error(np.asarray(states), expected.states) < TOLERANCE
 

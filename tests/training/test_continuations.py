@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from tfm_jax.config import Sampling, TreeConfig
 from tfm_jax.decoding.generate import decode, rounds_limit
 from tfm_jax.decoding.prefill import prefill
 from tfm_jax.decoding.state import Trio, make_request
+from tfm_jax.training.batches import token_dtype
 from tfm_jax.training.continuations import Continuations, generate_continuations, write_on
 
 TOTAL = 40
@@ -82,6 +85,39 @@ def test_saved_texts_come_back(tmp_path) -> None:
     np.testing.assert_array_equal(back.tokens, texts().tokens)
     np.testing.assert_array_equal(back.prompt, texts().prompt)
     np.testing.assert_array_equal(back.temperature, texts().temperature)
+
+
+def test_a_large_vocabulary_keeps_its_ids(tmp_path) -> None:
+    assert token_dtype(65_536) == np.uint16
+    assert token_dtype(248_320) == np.uint32
+    large = dataclasses.replace(texts(), tokens=texts().tokens.astype(np.uint32) + 248_000)
+    large.save(tmp_path / "texts.npz")
+    assert Continuations.load(tmp_path / "texts.npz").batches(7, 0)(0)["tokens"].max() == 248_006
+    large.check(248_320)
+    with pytest.raises(ValueError, match="hold token 248006, the verifier's vocabulary has 8192"):
+        large.check(8192)
+
+
+@pytest.mark.parametrize("wrong", ["arrays", "rows", "text"])
+def test_other_files_are_refused(tmp_path, wrong: str) -> None:
+    file = tmp_path / "texts.npz"
+    if wrong == "text":
+        file.write_text("no texts")
+    elif wrong == "arrays":
+        np.savez(file, tokens=np.zeros((2, 3)))
+    else:
+        dataclasses.replace(texts(), prompt=np.zeros(3, np.int32)).save(file)
+    with pytest.raises(ValueError, match=r"holds no continuations|disagree about the number"):
+        Continuations.load(file)
+
+
+def test_left_out_texts_are_counted(capsys: pytest.CaptureFixture) -> None:
+    given = texts()
+    given.prompt[[1, 2]] = 17, 6
+    usable, facts = given.counted(14, "weaver")
+    assert len(usable.tokens) == 6
+    assert facts == {"texts": 6, "texts_left_out": 1}
+    assert "weaver: left out 1 of 7 texts" in capsys.readouterr().out
 
 
 def test_texts_without_room_are_left_out_or_refused() -> None:

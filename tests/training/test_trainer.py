@@ -83,6 +83,21 @@ def test_updates_equal_muon_and_adamw_of_single_parameters() -> None:
         np.testing.assert_allclose(ours[k], theirs[k], atol=1e-5, err_msg=k)
 
 
+def test_gradients_are_clipped_to_a_norm() -> None:
+    optimiser = make_optimiser(OptimiserConfig(steps=1, clip=0.5))
+    before = {"scale": params()["scale"]}
+    unit = params(1)["scale"] / jnp.linalg.norm(params(1)["scale"])
+
+    def moments(norm: float) -> list[np.ndarray]:
+        _, state = optimiser.update({"scale": norm * unit}, optimiser.init(before), before)
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(state) if leaf.shape == unit.shape]
+
+    assert len(moments(0.5)) == 2
+    for at, above, below in zip(moments(0.5), moments(50.0), moments(0.25), strict=True):
+        np.testing.assert_allclose(above, at, rtol=1e-5)
+        assert (np.abs(below) < 0.6 * np.abs(at)).all()
+
+
 def test_parameters_are_float32_and_small_rates_move_them() -> None:
     config = OptimiserConfig(steps=1000, matrix_rate=1e-6, other_rate=1e-6, warmup=0, decay=0)
     step = make_step(quadratic, make_optimiser(config), config, 0)

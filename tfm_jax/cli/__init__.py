@@ -13,9 +13,11 @@ import tyro
 from tfm_jax.cli.bench import bench
 from tfm_jax.cli.compare import compare
 from tfm_jax.cli.convert import convert
+from tfm_jax.cli.data import data
 from tfm_jax.cli.generate import generate
 from tfm_jax.cli.info import info
 from tfm_jax.cli.runtime import keep_compiled_programs
+from tfm_jax.cli.train import train
 from tfm_jax.cli.verify import verify
 
 COMMANDS = {
@@ -25,6 +27,8 @@ COMMANDS = {
     "convert": convert,
     "info": info,
     "bench": bench,
+    "data": data,
+    "train": train,
 }
 
 SUMMARY = "Lossless speculative decoding with trees from marginals (DFlash-TfM), in JAX."

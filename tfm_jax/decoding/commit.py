@@ -73,6 +73,7 @@ def advance(
             [rows.inputs for rows in new],
             path,
             count,
+            key_scales=[rows.k_scale for rows in new],
         )
         for i, state, history in zip(places, states, histories, strict=True):
             advanced[i] = LinearCache(state=state, history=history)

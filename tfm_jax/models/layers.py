@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.add_norm import add_norm
+
 EXACT = jax.lax.Precision.HIGHEST
 MASKED = -1e30  # finite, so that a row with nothing to see gives zeros and no NaN
 
@@ -74,6 +76,10 @@ class RMSNorm(nnx.Module):
         weight = self.weight[...].astype(jnp.float32)
         return rms_norm(x, 1.0 + weight if self.zero_centred else weight, self.eps)
 
+    def after(self, x: jax.Array, delta: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`x + delta` [N, H] and its norm, in one launch on a GPU; forward only."""
+        return add_norm(x, delta, self.weight[...], self.eps, zero_centred=self.zero_centred)
+
 
 class Stacked(nnx.Module):
     """Several maps without bias of one input, as one product.
@@ -85,9 +91,17 @@ class Stacked(nnx.Module):
         self.weight = nnx.Param(jnp.concatenate([part.weight[...] for part in parts]))
         self.sizes = tuple(part.weight.shape[0] for part in parts)
 
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """First column of each output in `joined`."""
+        return (0, *itertools.accumulate(self.sizes[:-1]))
+
+    def joined(self, x: jax.Array) -> jax.Array:
+        """All outputs side by side, [..., sum of sizes]."""
+        return project(x, self.weight[...])
+
     def __call__(self, x: jax.Array) -> list[jax.Array]:
-        ends = list(itertools.accumulate(self.sizes))[:-1]
-        return jnp.split(project(x, self.weight[...]), ends, axis=-1)
+        return jnp.split(self.joined(x), self.starts[1:], axis=-1)
 
 
 class Projections(nnx.Module):
@@ -95,11 +109,12 @@ class Projections(nnx.Module):
 
     names: tuple[str, ...] = ()
 
+    stacked: Stacked | None = None
+
     def project_all(self, x: jax.Array) -> list[jax.Array]:
         """The outputs of all maps, in the order of `names`."""
-        stacked = getattr(self, "stacked", None)
-        if stacked is not None:
-            return stacked(x)
+        if self.stacked is not None:
+            return self.stacked(x)
         return [getattr(self, name)(x) for name in self.names]
 
     def stack(self) -> None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels import gdn_tree
-from pallas_kernels.gdn_inputs import gdn_inputs, gdn_output
+from pallas_kernels.gdn_inputs import Columns, gdn_inputs, gdn_output
 from pallas_kernels.tree_attention import tree_attention
 from tfm_jax.config import LINEAR, VerifierConfig
 from tfm_jax.models.gated_delta import chunked_delta_rule, gates, unit_length
@@ -60,13 +60,15 @@ class LinearPending:
     """What a DeltaNet layer needs to advance along any path of the verified tree.
 
     Attributes:
-      k: [N, HK, DK] float32.
+      k: [N, HK, DK], of any length.
+      k_scale: [N, HK] float32, makes the length one.
       u: [N, HV, DV] float32, corrected values.
       log_decay: [N, HV] float32, summed from the root.
-      inputs: [N, C] convolution inputs.
+      inputs: [N, C] convolution inputs; more columns may follow.
     """
 
     k: jax.Array
+    k_scale: jax.Array
     u: jax.Array
     log_decay: jax.Array
     inputs: jax.Array
@@ -179,7 +181,13 @@ class GatedDeltaNet(Projections):
     ) -> tuple[jax.Array, LinearPending]:
         """Runs tree rows [N, H], each after its own path; nothing is committed."""
         c = self.config
-        inputs, z, b, a = self.project_all(h)
+        columns = None
+        if self.stacked is None:
+            inputs, z, b, a = self.project_all(h)
+        else:
+            # Read where the product left them: every slice would be a launch.
+            inputs = z = b = a = self.stacked.joined(h)
+            columns = Columns(**dict(zip("xzba", self.stacked.starts, strict=True)))
         rows = gdn_inputs(
             inputs,
             cache.history,
@@ -191,12 +199,28 @@ class GatedDeltaNet(Projections):
             self.dt_bias[...],
             key_heads=c.linear_num_key_heads,
             key_dim=c.linear_key_head_dim,
+            columns=columns,
         )
         result = gdn_tree.gdn_tree_verify(
-            *rows, cache.state, topology.parents, topology=topology.gdn
+            rows.q,
+            rows.k,
+            rows.v,
+            rows.g,
+            rows.beta,
+            cache.state,
+            topology.parents,
+            topology=topology.gdn,
+            q_scale=rows.q_scale,
+            k_scale=rows.k_scale,
         )
-        pending = LinearPending(k=rows.k, u=result.u, log_decay=result.log_decay, inputs=inputs)
-        return self._output(z, result.out), pending
+        pending = LinearPending(
+            k=rows.k,
+            k_scale=rows.k_scale,
+            u=result.u,
+            log_decay=result.log_decay,
+            inputs=inputs,
+        )
+        return self._output(z, result.out, None if columns is None else columns.z), pending
 
     def _heads(self, taps: list[jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         c = self.config
@@ -208,8 +232,10 @@ class GatedDeltaNet(Projections):
         v = v.reshape(rows, c.linear_num_value_heads, c.linear_value_head_dim)
         return q * c.linear_key_head_dim**-0.5, k, v
 
-    def _output(self, z: jax.Array, out: jax.Array) -> jax.Array:
-        return self.out_proj(gdn_output(out, z, self.norm.weight[...], self.config.rms_norm_eps))
+    def _output(self, z: jax.Array, out: jax.Array, column: int | None = None) -> jax.Array:
+        return self.out_proj(
+            gdn_output(out, z, self.norm.weight[...], self.config.rms_norm_eps, column=column)
+        )
 
 
 class GatedAttention(Projections):
@@ -299,16 +325,14 @@ class DecoderLayer(nnx.Module):
             )
         return self._finish(x + mixed), cache
 
-    def verify(
-        self, x: jax.Array, cache: Cache, length: jax.Array, topology: Topology
+    def mix(
+        self, h: jax.Array, cache: Cache, length: jax.Array, topology: Topology
     ) -> tuple[jax.Array, Pending]:
-        h = self.input_layernorm(x)
+        """What the mixer makes of normed tree rows `h` [N, H]."""
         if isinstance(cache, LinearCache):
-            mixed, pending = self.linear_attn.verify(h, cache, topology)
-        else:
-            positions = length + topology.depths
-            mixed, pending = self.self_attn.attend(h, positions, topology.ancestors, cache, length)
-        return self._finish(x + mixed), pending
+            return self.linear_attn.verify(h, cache, topology)
+        positions = length + topology.depths
+        return self.self_attn.attend(h, positions, topology.ancestors, cache, length)
 
     def forward(self, x: jax.Array) -> jax.Array:
         h, rows = self.input_layernorm(x), jnp.arange(x.shape[0])
@@ -391,7 +415,7 @@ class Verifier(nnx.Module):
             advanced.append(cache)
             if i in taps:
                 features[i] = x
-        return self._hidden(x, features, taps), tuple(advanced)
+        return _hidden(self.norm(x), features, taps), tuple(advanced)
 
     def verify(
         self,
@@ -404,14 +428,18 @@ class Verifier(nnx.Module):
         """Runs the N tree tokens in one pass, each seeing the committed text and its path."""
         chex.assert_shape(topology.ancestors, (tokens.size, tokens.size))
         x = self.embed_tokens(tokens)
+        h = self.layers[0].input_layernorm(x)
+        following = [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
         features: dict[int, jax.Array] = {}
         pending = []
         for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            x, update = layer.verify(x, cache, length, topology)
+            mixed, update = layer.mix(h, cache, length, topology)
+            x, h = layer.post_attention_layernorm.after(x, mixed)
+            x, h = following[i].after(x, layer.mlp(h))
             pending.append(update)
             if i in taps:
                 features[i] = x
-        return self._hidden(x, features, taps), tuple(pending)
+        return _hidden(h, features, taps), tuple(pending)
 
     def forward(self, tokens: jax.Array, taps: tuple[int, ...] = ()) -> Hidden:
         """Runs a whole text [T] without caches."""
@@ -421,17 +449,16 @@ class Verifier(nnx.Module):
             x = layer.forward(x)
             if i in taps:
                 features[i] = x
-        return self._hidden(x, features, taps)
+        return _hidden(self.norm(x), features, taps)
 
     def logits(self, final: jax.Array) -> jax.Array:
         """Float32 logits [..., V] of final-norm hidden states [..., H]."""
         return project(final, self.output_rows, out_dtype=jnp.float32)
 
-    def _hidden(
-        self, x: jax.Array, features: dict[int, jax.Array], taps: tuple[int, ...]
-    ) -> Hidden:
-        tapped = [features[i] for i in taps] or [x[:, :0]]
-        return Hidden(final=self.norm(x), features=jnp.concatenate(tapped, axis=-1))
+
+def _hidden(final: jax.Array, features: dict[int, jax.Array], taps: tuple[int, ...]) -> Hidden:
+    tapped = [features[i] for i in taps] or [final[:, :0]]
+    return Hidden(final=final, features=jnp.concatenate(tapped, axis=-1))
 
 
 def _write(cache: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:

@@ -38,8 +38,8 @@ def tokenize_corpus(
     """Packs the corpus into the file `out`; returns `{split: {domain: figures}}`.
 
     A domain's documents follow one another in corpus order, each closed by `<|endoftext|>`, as
-    one stream of the type `token_dtype`. The file is an npz of arrays `<split>.<domain>` inside xz; `load_streams`
-    reads it. The figures are documents, tokens, bytes and bytes_per_token.
+    one stream of the type `token_dtype`. The file is an npz of arrays `<split>.<domain>` inside
+    xz; `load_streams` reads it. The figures are documents, tokens, bytes and bytes_per_token.
     """
     dtype = token_dtype(tokenizer.vocab_size)
     end = tokenizer.token_id(END_OF_TEXT)

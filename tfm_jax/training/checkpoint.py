@@ -18,8 +18,8 @@ Tree = TypeVar("Tree")
 class Checkpoints:
     """Checkpoints of one run in one folder, `<step>/` each, written beside it and then renamed.
 
-    What a kill leaves half-written is not a checkpoint: it is never restored, and removed when
-    the folder is opened again.
+    What a kill leaves half-written is not a checkpoint: it is never restored, and removed before
+    the next one is saved.
     """
 
     def __init__(

@@ -93,8 +93,8 @@ class Continuations:
                 f"{vocab_size} rows: another model wrote them"
             )
 
-    def usable(self, depth: int) -> Continuations:
-        """The rows that have an anchor with `depth` tokens after it.
+    def room(self, depth: int) -> np.ndarray:
+        """Which rows have an anchor with `depth` tokens after it, bool [R].
 
         Raises:
           ValueError: there is none.
@@ -105,7 +105,11 @@ class Continuations:
                 f"none of the {keep.size} texts of {self.tokens.shape[1]} tokens has {depth} "
                 "tokens after its prompt"
             )
-        return self.rows(keep)
+        return keep
+
+    def usable(self, depth: int) -> Continuations:
+        """The rows with room, see `room`."""
+        return self.rows(self.room(depth))
 
     def counted(self, depth: int, title: str) -> tuple[Continuations, dict[str, int]]:
         """The usable rows, and how many there are and how many were left out; says so, too."""

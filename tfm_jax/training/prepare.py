@@ -82,11 +82,13 @@ def main(arguments: list[str] | None = None) -> int:
     except (FetchError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    _show(report, Console())
+    show_report(report)
     return 0
 
 
-def _show(report: CorpusReport, console: Console) -> None:
+def show_report(report: CorpusReport) -> None:
+    """Prints what a corpus was built from, and what was left out."""
+    console = Console()
     table = Table("domain", "package", "version", "licence", "documents", "MB", "dropped")
     for source in report.sources:
         dropped = ", ".join(f"{reason} {number}" for reason, number in source.dropped.items())

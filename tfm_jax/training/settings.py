@@ -20,8 +20,8 @@ SHORT: Mapping[str, Mapping[str, Any]] = {
         "optimiser": {"steps": 200, "matrix_rate": 0.02, "other_rate": 0.003},
     },
     "continuations": {
-        "rows": 64,
-        "total": 160,
+        "rows": 32,
+        "total": 128,
         "prompt": 32,
         "shortest": 8,
         "batches": 4,
@@ -34,7 +34,7 @@ SHORT: Mapping[str, Mapping[str, Any]] = {
     },
     "weaver": {
         "log_every": 10,
-        "recipe": {"rows": 8, "anchors": 12},
+        "recipe": {"rows": 8, "anchors": 8},
         "optimiser": {"steps": 120, "matrix_rate": 0.01, "other_rate": 0.002},
     },
 }

@@ -10,6 +10,14 @@ from tfm_jax.training.report import Record
 _BOOKKEEPING = ("title", "step", "steps", "seconds", "last_skipped")
 
 
+def require_tensorboard() -> None:
+    """Raises ImportError, with what to install, if there is no tensorboardX."""
+    try:
+        import tensorboardX  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ImportError("TensorBoard files need tensorboardX: pip install tensorboardX") from None
+
+
 class TensorBoard:
     """Writes records to a folder; pass `add` as `on_record`."""
 
@@ -19,12 +27,9 @@ class TensorBoard:
         Raises:
           ImportError: there is no tensorboardX.
         """
-        try:
-            from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
-        except ImportError:
-            raise ImportError(
-                "TensorBoard files need tensorboardX: pip install tensorboardX"
-            ) from None
+        require_tensorboard()
+        from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
+
         self._writer = SummaryWriter(str(directory))
 
     def __enter__(self) -> TensorBoard:

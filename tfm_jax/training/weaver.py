@@ -60,6 +60,12 @@ class WeaverRecipe:
     def __post_init__(self) -> None:
         if self.rows < 1 or self.anchors < 1:
             raise ValueError(f"rows and anchors must be positive: {self.rows}, {self.anchors}")
+        if self.mode not in ("fixed", "position", "depth"):
+            raise ValueError(f"mode must be fixed, position or depth, got {self.mode!r}")
+        if not (0 <= self.eta < float("inf") and 0 <= self.scale <= 1):
+            raise ValueError(
+                f"eta must be finite and at least 0, scale lie in 0..1: {self.eta}, {self.scale}"
+            )
 
 
 @jax.tree_util.register_dataclass

@@ -1,0 +1,84 @@
+"""Where text comes from: a corpus, a user's files, or Python's own library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tfm_jax
+from tfm_jax.training.prepare import prepare
+from tfm_jax.training.texts import (
+    packed_corpus,
+    sample_folders,
+    training_streams,
+    write_continuations,
+)
+
+TOKENIZER = Path(tfm_jax.__file__).parent / "assets" / "pocket" / "verifier" / "tokenizer.json"
+OPTIONS = {
+    "rows": 4,
+    "total": 20,
+    "prompt": 10,
+    "shortest": 3,
+    "batches": 1,
+    "greedy_share": 0.5,
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    words = np.random.default_rng(0).integers(100, 999, 300)
+    (folder / "a.txt").write_text(" ".join(f"number {n}," for n in words))
+    (folder / "b.md").write_text(
+        "# A title\n\nOne short paragraph, no more than a few words long.\n"
+    )
+    return packed_corpus(None, [folder], TOKENIZER, tmp_path_factory.mktemp("out") / "corpus")
+
+
+def test_the_sample_is_text_that_every_machine_has() -> None:
+    folders = [Path(folder) for folder in sample_folders()]
+    assert len(folders) >= 5
+    size = sum(f.stat().st_size for folder in folders for f in folder.rglob("*.py"))
+    assert size > 1_000_000
+
+
+def test_a_corpus_that_is_there_is_taken(corpus: Path, tmp_path: Path) -> None:
+    before = (corpus / "tokens.npz.xz").stat().st_mtime_ns
+    assert packed_corpus(None, [tmp_path / "gone"], TOKENIZER, corpus) == corpus
+    assert packed_corpus(corpus, (), TOKENIZER, tmp_path) == corpus
+    assert (corpus / "tokens.npz.xz").stat().st_mtime_ns == before
+
+
+def test_streams_too_short_for_a_window_are_left_out(corpus: Path) -> None:
+    assert set(training_streams(corpus, 20)) == {"prose"}
+    with pytest.raises(ValueError, match="too short: windows of 5000 tokens need"):
+        training_streams(corpus, 5000)
+
+
+def test_wrong_corpora_are_refused(corpus: Path, tmp_path: Path) -> None:
+    verifier: Any = SimpleNamespace(config=SimpleNamespace(vocab_size=83))
+    with pytest.raises(FileNotFoundError, match="no corpus: it has no tokens"):
+        packed_corpus(tmp_path, (), TOKENIZER, tmp_path)
+    with pytest.raises(ValueError, match=r"no tokenizer\.json to pack text with"):
+        packed_corpus(None, (), None, tmp_path)
+    with pytest.raises(ValueError, match="vocabulary has 83 rows: it was packed for another model"):
+        write_continuations(verifier, corpus, OPTIONS)
+    with pytest.raises(ValueError, match=r"prompt must lie in 2\.\.total, got 30 of 20"):
+        write_continuations(verifier, corpus, {**OPTIONS, "prompt": 30})
+
+
+def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    few = ["the", "cat", "saw", "one", "old", "man", "by", "his", "river"]
+    words = np.random.default_rng(0).choice(few, 900)
+    (tmp_path / "text" / "a.txt").write_text(" ".join(words))
+    made = tmp_path / "corpus"
+    text = (str(tmp_path / "text"),)
+    prepare(made, text_dirs=text, packages=False, vocab_size=270, progress=False)
+    with pytest.raises(ValueError, match="packed with another tokenizer"):
+        packed_corpus(made, (), TOKENIZER, tmp_path)

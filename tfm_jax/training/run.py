@@ -1,0 +1,418 @@
+"""Trains one network, from text to a published checkpoint, in one folder that can be resumed.
+
+The folder holds `checkpoints/`, `training.jsonl`, what had to be made (`corpus/`,
+`continuations.npz`), the network itself under its name, and `summary.json`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tfm_jax.checkpoints import build_drafter, build_verifier, check_pair, write_hf
+from tfm_jax.checkpoints.opened import Opened, open_weaver
+from tfm_jax.checkpoints.trio import OpenedTrio, check_dtype, open_trio
+from tfm_jax.config import ConfigError, DrafterConfig, VerifierConfig, WeaverConfig
+from tfm_jax.decoding.state import Trio
+from tfm_jax.model import directory
+from tfm_jax.models.qwen36 import Verifier
+from tfm_jax.presets import geometry
+from tfm_jax.text import load_tokenizer
+from tfm_jax.training.batches import MIXTURE, TokenBatches, load_streams
+from tfm_jax.training.checkpoint import Checkpoints
+from tfm_jax.training.continuations import Continuations
+from tfm_jax.training.dflash import (
+    DrafterRecipe,
+    drafter_objective,
+    initial_drafter,
+    train_drafter,
+)
+from tfm_jax.training.evaluation import hold_back, make_evaluation
+from tfm_jax.training.plots import plot_training, require_matplotlib
+from tfm_jax.training.settings import made, read_settings, stage_settings
+from tfm_jax.training.tensorboard import TensorBoard, require_tensorboard
+from tfm_jax.training.texts import PACKED, packed_corpus, training_streams, write_continuations
+from tfm_jax.training.tokenizer import domain_shares
+from tfm_jax.training.trainer import Loss, OptimiserConfig, Params, TrainState, compute_copy
+from tfm_jax.training.verifier import heldout_loss, train_verifier
+from tfm_jax.training.weaver import (
+    WeaverRecipe,
+    initial_weaver,
+    train_weaver,
+    weaver_objective,
+)
+
+Network = Literal["verifier", "dflash", "weaver"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to train against and on, for how long, and where to.
+
+    Attributes:
+      out: folder of everything that the run writes.
+      model: "pocket" or a directory with the frozen networks; it lends a verifier its tokenizer.
+      config: JSON file of sizes and stages; the model's own sizes and a short run if not given.
+      texts: continuations of the model, an npz file.
+      corpus: folder of packed tokens.
+      text: folders of text files. Without any of the three a sample serves.
+      warm_start: a Weaver to start from.
+      steps: instead of the configuration's.
+      seconds: time for training, in place of steps.
+      seed: of everything random.
+      dtype: to compute in; float32 on a CPU, else bfloat16, if not given.
+      resume: go on from the newest checkpoint in `out`.
+      save_every: seconds between checkpoints.
+      tensorboard: folder of event files.
+      plot: draw `training.svg`.
+    """
+
+    out: Path
+    model: str | Path = "pocket"
+    config: Path | None = None
+    texts: Path | None = None
+    corpus: Path | None = None
+    text: tuple[Path, ...] = ()
+    warm_start: Path | None = None
+    steps: int | None = None
+    seconds: float | None = None
+    seed: int = 0
+    dtype: str | None = None
+    resume: bool = False
+    save_every: float = 60.0
+    tensorboard: Path | None = None
+    plot: bool = False
+
+    def __post_init__(self) -> None:
+        given = [n for n in ("texts", "corpus", "text") if getattr(self, n) not in (None, ())]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} both name the text: give one of them")
+        if self.steps is not None and self.seconds is not None:
+            raise ValueError("steps and seconds both give the length of the run: give one of them")
+        if self.seconds is not None and not 0 < self.seconds < float("inf"):
+            raise ValueError(f"seconds must be positive, got {self.seconds}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must lie in 0..{2**32 - 1}, got {self.seed}")
+        if not 0 <= self.save_every < float("inf"):
+            raise ValueError(f"save_every must be at least 0 seconds, got {self.save_every}")
+
+    @property
+    def compute(self) -> jnp.dtype:
+        """The dtype to compute in."""
+        default = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        return jnp.dtype(check_dtype(self.dtype or default))
+
+    @property
+    def log(self) -> Path:
+        return self.out / "training.jsonl"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """A job with its files read and checked, nothing computed yet."""
+
+    job: Job
+    network: Network
+    settings: Mapping[str, Any]
+    stage: Mapping[str, Any]
+    optimiser: OptimiserConfig
+
+    @property
+    def seconds(self) -> float | None:
+        """Time for training, if it is not the steps that count."""
+        if self.job.steps is not None:
+            return None
+        return self.job.seconds or self.stage.get("seconds")
+
+
+def train_network(network: Network, job: Job) -> dict[str, Any]:
+    """Trains a network and returns the summary that is stored beside it.
+
+    The network lies in `<out>/<network>/` in its published layout, bfloat16. The summary has
+    steps, skipped steps, metrics before and after on texts held back, and the setting.
+
+    Raises:
+      ValueError, OSError, ImportError: bad input, before any compute.
+    """
+    begin = time.monotonic()
+    if job.plot:
+        require_matplotlib()
+    if job.tensorboard is not None:
+        require_tensorboard()
+    plan = _plan(network, job)
+    run = {"verifier": _verifier, "dflash": _drafter, "weaver": _weaver}[network]
+    summary = {
+        "network": network,
+        **run(plan),
+        "seconds": round(time.monotonic() - begin, 1),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+    }
+    (job.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", "utf-8")
+    if job.plot:
+        plot_training(job.log, job.out / "training.svg")
+    return summary
+
+
+def _plan(network: Network, job: Job) -> _Plan:
+    if (job.out / "checkpoints").is_dir() and not job.resume:
+        raise ValueError(f"{job.out} holds a run already: resume it, or name another folder")
+    settings = {} if job.config is None else read_settings(job.config)
+    stage = stage_settings(settings, network)
+    where = f"{job.config or 'built-in settings'}: {network}.optimiser"
+    entries = stage["optimiser"] | ({} if job.steps is None else {"steps": job.steps})
+    return _Plan(
+        job=job,
+        network=network,
+        settings=settings,
+        stage=stage,
+        optimiser=made(OptimiserConfig, entries, where),
+    )
+
+
+def _verifier(plan: _Plan) -> dict[str, Any]:
+    job, stage = plan.job, plan.stage
+    if "verifier" in plan.settings:
+        config = made(VerifierConfig, plan.settings["verifier"], f"{job.config}: verifier")
+    else:
+        config = geometry("pocket").verifier
+    source = None if job.corpus is None else job.corpus / "tokenizer.json"
+    if source is None or not source.is_file():
+        source = open_trio(directory(job.model)).text_files / "tokenizer.json"
+    vocabulary = load_tokenizer(source).vocab_size
+    if vocabulary > config.vocab_size:
+        raise ConfigError(
+            f"{source} has {vocabulary} tokens, the verifier's vocab_size is {config.vocab_size}"
+        )
+    rows, length = stage["rows"], stage["length"]
+    corpus = packed_corpus(job.corpus, job.text, source, job.out / "corpus")
+    streams = training_streams(corpus, length)
+    batches = TokenBatches(streams, domain_shares(MIXTURE, list(streams)), length, rows, job.seed)
+    heldout = load_streams(corpus / PACKED, "heldout")
+    heldout = {name: s for name, s in heldout.items() if len(s) > 2 * length}
+    texts = {name: TokenBatches(heldout, {name: 1.0}, length, rows)[0] for name in heldout}
+    setting = {"rows": rows, "length": length, "text": _digest((corpus / PACKED).read_bytes())}
+    with _reports(plan, config, setting) as reports:
+        state = train_verifier(
+            config,
+            batches.__getitem__,
+            plan.optimiser,
+            seed=job.seed,
+            dtype=job.compute,
+            **reports,
+        )
+    after = heldout_loss(config, compute_copy(state.params, job.compute), texts)
+    summary = _export(plan, config, state)
+    shutil.copyfile(source, job.out / "verifier" / "tokenizer.json")
+    return {**summary, "after": after, "heldout": True}
+
+
+def _drafter(plan: _Plan) -> dict[str, Any]:
+    job = plan.job
+    opened = open_trio(directory(job.model))
+    config = _drafter_config(plan, opened)
+    check_pair(opened.verifier.config, config)
+    recipe = made(DrafterRecipe, plan.stage["recipe"], "dflash.recipe")
+    verifier = _built(opened.verifier, job.compute)
+    texts, held = _texts(plan, opened, verifier, config.depth)
+    measure = _evaluation(plan, drafter_objective(config, recipe), verifier, texts, held)
+    before = measure(initial_drafter(config, job.seed))
+    setting = {"recipe": dataclasses.asdict(recipe), "texts": texts.digest}
+    with _reports(plan, config, setting) as reports:
+        state = train_drafter(
+            config, verifier, texts, plan.optimiser, recipe, seed=job.seed, **reports
+        )
+    after = measure(state.params)
+    return {
+        **_export(plan, config, state),
+        "before": before,
+        "after": after,
+        "heldout": held is not None,
+    }
+
+
+def _weaver(plan: _Plan) -> dict[str, Any]:
+    job = plan.job
+    opened = open_trio(directory(job.model))
+    if opened.drafter is None:
+        raise ValueError(f"{job.model} has no drafter: a Weaver scores a drafter's candidates")
+    config, given = _weaver_config(plan, opened)
+    check_pair(opened.verifier.config, opened.drafter.config, config)
+    recipe = made(WeaverRecipe, plan.stage["recipe"], "weaver.recipe")
+    verifier = _built(opened.verifier, job.compute)
+    drafter = _built(opened.drafter, job.compute)
+    texts, held = _texts(plan, opened, verifier, config.depth)
+    frozen = Trio(verifier=verifier, drafter=drafter)
+    measure = _evaluation(plan, weaver_objective(config, recipe), frozen, texts, held)
+    before = measure(initial_weaver(config, given, job.seed))
+    _announce("before", before)
+    setting = {
+        "recipe": dataclasses.asdict(recipe),
+        "texts": texts.digest,
+        "warm_start": given and _digest(*(given[path].tobytes() for path in sorted(given))),
+    }
+    with _reports(plan, config, setting) as reports:
+        state = train_weaver(
+            config,
+            verifier,
+            drafter,
+            texts,
+            plan.optimiser,
+            recipe,
+            start=given,
+            seed=job.seed,
+            **reports,
+        )
+    after = measure(state.params)
+    _announce("after", after)
+    return {
+        **_export(plan, config, state),
+        "before": before,
+        "after": after,
+        "heldout": held is not None,
+    }
+
+
+def _drafter_config(plan: _Plan, opened: OpenedTrio) -> DrafterConfig:
+    if "drafter" in plan.settings:
+        return made(DrafterConfig, plan.settings["drafter"], f"{plan.job.config}: drafter")
+    if opened.drafter is None:
+        raise ValueError(
+            f"{plan.job.model} has no drafter to take sizes from: give a configuration with them"
+        )
+    return opened.drafter.config
+
+
+def _weaver_config(
+    plan: _Plan, opened: OpenedTrio
+) -> tuple[WeaverConfig, dict[str, np.ndarray] | None]:
+    """Sizes of the Weaver, and the parameters of a warm start."""
+    job, config = plan.job, None
+    if "weaver" in plan.settings:
+        config = made(WeaverConfig, plan.settings["weaver"], f"{job.config}: weaver")
+    if job.warm_start is not None:
+        start = open_weaver(job.warm_start)
+        if config not in (None, start.config):
+            raise ConfigError(f"{job.warm_start} is {start.config}, {job.config} asks for {config}")
+        return start.config, start.load(check_dtype("float32"))
+    if config is None and opened.weaver is None:
+        raise ValueError(
+            f"{job.model} has no Weaver to take sizes from: give a configuration with them"
+        )
+    if config is None:
+        assert opened.weaver is not None
+        config = opened.weaver.config
+    return config, None
+
+
+def _built(opened: Opened, dtype: jnp.dtype) -> Any:
+    build = {VerifierConfig: build_verifier, DrafterConfig: build_drafter}[type(opened.config)]
+    return build(opened.config, opened.load(np.dtype(dtype)))
+
+
+def _texts(
+    plan: _Plan, opened: OpenedTrio, verifier: Verifier, depth: int
+) -> tuple[Continuations, Continuations | None]:
+    """Continuations to train on and to evaluate on, written first if the job names none."""
+    job = plan.job
+    kept = job.out / "continuations.npz"
+    if job.texts is not None:
+        texts = Continuations.load(job.texts)
+    elif kept.is_file():
+        texts = Continuations.load(kept)
+    else:
+        file = opened.text_files / "tokenizer.json"
+        tokenizer = file if file.is_file() else None
+        corpus = packed_corpus(job.corpus, job.text, tokenizer, job.out / "corpus")
+        options = stage_settings(plan.settings, "continuations")
+        texts = write_continuations(
+            verifier, corpus, options, seed=job.seed, seconds=options.get("seconds")
+        )
+        job.out.mkdir(parents=True, exist_ok=True)
+        texts.save(kept)
+    texts.check(verifier.config.vocab_size)
+    return hold_back(texts, depth)
+
+
+def _evaluation(
+    plan: _Plan,
+    loss: Loss,
+    frozen: Verifier | Trio,
+    texts: Continuations,
+    held: Continuations | None,
+) -> Callable[[Params], dict[str, Any]]:
+    """Metrics on the texts held back, or on the training texts where there are too few."""
+    shown = texts if held is None else held
+    size = plan.stage["recipe"]["rows"]
+    return make_evaluation(loss, frozen, shown, size, plan.job.compute)
+
+
+def _announce(when: str, metrics: Mapping[str, Any]) -> None:
+    lengths = (f"{n.removeprefix('length_')} {v:.3f}" for n, v in metrics.items() if "length" in n)
+    print(f"weaver: expected accepted length {when} training: {', '.join(lengths)}", flush=True)
+
+
+@contextmanager
+def _reports(
+    plan: _Plan,
+    config: VerifierConfig | DrafterConfig | WeaverConfig,
+    setting: Mapping[str, Any],
+) -> Iterator[dict[str, Any]]:
+    """Arguments of a training function that say where it reports and saves to."""
+    job = plan.job
+    decisive = {
+        "network": plan.network,
+        "config": dataclasses.asdict(config),
+        "optimiser": dataclasses.asdict(plan.optimiser),
+        "seconds": plan.seconds,
+        "seed": job.seed,
+        "dtype": str(job.compute),
+        **setting,
+    }
+    with ExitStack() as stack:
+        on_record = None
+        if job.tensorboard is not None:
+            on_record = stack.enter_context(TensorBoard(job.tensorboard)).add
+        job.out.mkdir(parents=True, exist_ok=True)
+        folder = job.out / "checkpoints"
+        checkpoints = stack.enter_context(Checkpoints(folder, decisive, every=job.save_every))
+        if job.resume:
+            print(f"{plan.network}: goes on from step {checkpoints.latest or 0}", flush=True)
+        yield {
+            "log": job.log,
+            "log_every": plan.stage["log_every"],
+            "seconds": plan.seconds,
+            "checkpoints": checkpoints,
+            "on_record": on_record,
+        }
+
+
+def _export(
+    plan: _Plan, config: VerifierConfig | DrafterConfig | WeaverConfig, state: TrainState
+) -> dict[str, Any]:
+    """Writes the network and says what training did."""
+    params = {path: np.asarray(value) for path, value in state.params.items()}
+    write_hf(plan.job.out / plan.network, config, params, dtype="bfloat16", overwrite=True)
+    return {
+        "steps": int(state.step),
+        "skipped_steps": int(state.skipped),
+        "parameters": sum(value.size for value in params.values()),
+    }
+
+
+def _digest(*parts: bytes) -> str:
+    hashed = hashlib.sha256()
+    for part in parts:
+        hashed.update(part)
+    return hashed.hexdigest()

@@ -1,0 +1,123 @@
+"""Where the text of a run comes from, and what a verifier writes on from it."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tfm_jax.models.qwen36 import Verifier
+from tfm_jax.training.batches import MIXTURE, Streams, TokenBatches, load_streams
+from tfm_jax.training.continuations import Continuations, generate_continuations
+from tfm_jax.training.prepare import prepare
+from tfm_jax.training.tokenizer import domain_shares
+
+PACKED = "tokens.npz.xz"
+# Parts of Python's own library: real text that every machine has already.
+_SAMPLE = ("asyncio", "email", "http", "importlib", "json", "logging", "unittest", "urllib", "xml")
+
+
+def sample_folders() -> tuple[str, ...]:
+    """Folders of the standard library that serve as text where the user names none."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    return tuple(str(library / name) for name in _SAMPLE if (library / name).is_dir())
+
+
+def packed_corpus(
+    corpus: Path | None, text: Sequence[str | Path], tokenizer: Path | None, made: Path
+) -> Path:
+    """A folder of packed tokens: `corpus`, or one made at `made` from a user's files.
+
+    Args:
+      corpus: made by `tfm data corpus`.
+      text: folders of files to pack instead; the sample if neither is given.
+      tokenizer: `tokenizer.json` of the model that will read the tokens.
+      made: where to pack; what lies there already is taken.
+
+    Raises:
+      ValueError: the corpus was packed with another tokenizer, or there is none to pack with.
+      OSError: a folder or file is missing.
+    """
+    if corpus is not None:
+        if not (corpus / PACKED).is_file():
+            raise FileNotFoundError(f"{corpus} is no corpus: it has no {PACKED}")
+        own = corpus / "tokenizer.json"
+        if own.is_file() and tokenizer is not None and own.read_bytes() != tokenizer.read_bytes():
+            raise ValueError(f"{corpus} was packed with another tokenizer than {tokenizer}")
+        return corpus
+    if tokenizer is None:
+        raise ValueError("the model has no tokenizer.json to pack text with: give texts as tokens")
+    if not (made / "figures.json").is_file():
+        prepare(
+            made,
+            text_dirs=tuple(map(str, text)) or sample_folders(),
+            packages=False,
+            tokenizer=tokenizer,
+        )
+    return made
+
+
+def training_streams(corpus: Path, window: int) -> Streams:
+    """The training streams of a packed corpus that are long enough for windows of `window` tokens.
+
+    Raises:
+      ValueError: there is none.
+    """
+    streams = load_streams(corpus / PACKED)
+    long_enough = {name: s for name, s in streams.items() if len(s) >= 2 * window + 1}
+    if not long_enough:
+        sizes = {name: len(stream) for name, stream in streams.items()}
+        raise ValueError(
+            f"the text in {corpus} is too short: windows of {window} tokens need streams of "
+            f"{2 * window + 1}, got {sizes}"
+        )
+    return long_enough
+
+
+def write_continuations(
+    verifier: Verifier,
+    corpus: Path,
+    options: Mapping[str, Any],
+    *,
+    seed: int = 0,
+    seconds: float | None = None,
+) -> Continuations:
+    """What a verifier writes after prompts from a packed corpus.
+
+    Args:
+      verifier: the model.
+      corpus: folder with packed tokens.
+      options: rows, total, prompt, shortest, batches and greedy_share; see
+        `generate_continuations`, `prompt` being the longest prompt.
+      seed: of windows, lengths and noise.
+      seconds: time to stop after.
+
+    Raises:
+      ValueError: the text is too short, or holds tokens that the verifier does not know.
+    """
+    width, total = options["prompt"], options["total"]
+    if not 2 <= width <= total:
+        raise ValueError(f"prompt must lie in 2..total, got {width} of {total}")
+    streams = training_streams(corpus, width - 1)
+    largest = max(int(np.max(stream)) for stream in streams.values())
+    if largest >= verifier.config.vocab_size:
+        raise ValueError(
+            f"{corpus} holds token {largest}, the verifier's vocabulary has "
+            f"{verifier.config.vocab_size} rows: it was packed for another model"
+        )
+    mixture = domain_shares(MIXTURE, list(streams))
+    # Another seed than the verifier's training: another order of windows.
+    prompts = TokenBatches(streams, mixture, width - 1, options["rows"], seed=seed + 1)
+    return generate_continuations(
+        verifier,
+        prompts.__getitem__,
+        total=total,
+        batches=options["batches"],
+        shortest=options["shortest"],
+        greedy_share=options["greedy_share"],
+        seed=seed,
+        seconds=seconds,
+    )
