@@ -118,9 +118,9 @@ def test_another_run_is_refused(tmp_path: Path, change: dict, message: str) -> N
 
 
 def test_settings_are_checked(tmp_path: Path) -> None:
-    for wrong in ({"keep": 0}, {"every": -1.0}, {"every": float("nan")}):
+    for keep, every in ((0, 60.0), (2, -1.0), (2, float("nan"))):
         with pytest.raises(ValueError, match="keep must be positive and every at least 0"):
-            Checkpoints(tmp_path, {}, **wrong)
+            Checkpoints(tmp_path, {}, keep=keep, every=every)
     with Checkpoints(tmp_path, {}) as checkpoints:
         assert checkpoints.restore({"x": jnp.ones(2)}) is None
         assert not checkpoints.due

@@ -13,6 +13,18 @@ from rich.table import Table
 
 from tfm_jax.cli.output import print_json, show
 
+_LENGTH = "expected accepted length of a chain, T = "
+_LABELS = {
+    "length_greedy": f"{_LENGTH}0",
+    "length_greedy_marginals": f"{_LENGTH}0, by marginals alone",
+    "length_sampled": f"{_LENGTH}1",
+    "length_sampled_marginals": f"{_LENGTH}1, by marginals alone",
+    "kl": "KL from the verifier",
+    "pool_mass": "verifier's mass in the pools",
+    "pool_recall": "tokens in the pools",
+}
+_UNSHOWN = ("idle_rows",)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
@@ -120,9 +132,9 @@ def _table(summary: dict[str, Any]) -> Table:
     for when in columns:
         table.add_column(when, justify="right")
     for name, value in summary["after"].items():
-        if isinstance(value, float):
+        if isinstance(value, float) and name not in _UNSHOWN:
             values = (summary[when].get(name, value) for when in columns)
-            table.add_row(name.replace("_", " "), *(f"{value:.3f}" for value in values))
+            table.add_row(_LABELS.get(name, name), *(f"{value:.3f}" for value in values))
     return table
 
 

@@ -20,9 +20,9 @@ SHORT: Mapping[str, Mapping[str, Any]] = {
         "optimiser": {"steps": 200, "matrix_rate": 0.02, "other_rate": 0.003},
     },
     "continuations": {
-        "rows": 32,
-        "total": 128,
-        "prompt": 32,
+        "rows": 64,
+        "total": 96,
+        "prompt": 24,
         "shortest": 8,
         "batches": 4,
         "greedy_share": 0.5,
@@ -34,7 +34,7 @@ SHORT: Mapping[str, Mapping[str, Any]] = {
     },
     "weaver": {
         "log_every": 10,
-        "recipe": {"rows": 8, "anchors": 8},
+        "recipe": {"rows": 8, "anchors": 12},
         "optimiser": {"steps": 120, "matrix_rate": 0.01, "other_rate": 0.002},
     },
 }
