@@ -196,7 +196,7 @@ def test_bad_input_is_one_line(run, trio_dir, arguments, message):
         (["generate", "x", "--dtype", "int8"], "invalid choice 'int8'"),
         (["generate", "x", "--bugdet", "9"], "--bugdet"),
         (["generate"], "PROMPT"),
-        (["train"], "Unrecognized options: train"),
+        (["paint"], "Unrecognized options: paint"),
     ],
 )
 def test_bad_options_are_refused_by_the_parser(run, arguments, message):
