@@ -21,7 +21,14 @@ from tfm_jax.training.continuations import Continuations
 CONFIG = {
     "stages": {
         "verifier": {"rows": 2, "length": 16, "log_every": 2, "optimiser": {"steps": 2}},
-        "continuations": {"rows": 16, "total": 40, "prompt": 12, "batches": 1},
+        "continuations": {
+            "rows": 16,
+            "total": 40,
+            "prompt": 12,
+            "shortest": 3,
+            "batches": 1,
+            "greedy_share": 0.5,
+        },
         "dflash": {"log_every": 2, "recipe": {"rows": 4, "anchors": 2}, "optimiser": {"steps": 2}},
         "weaver": {"log_every": 2, "recipe": {"rows": 4, "anchors": 4}, "optimiser": {"steps": 5}},
     }
@@ -232,8 +239,9 @@ def test_bad_options_are_one_line(run, given, trio_dir, tmp_path, options, messa
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda s: s["stages"]["weaver"].update(stepz=1), "unknown entries: weaver.stepz"),
-        (lambda s: s["stages"].update(drafter={}), "unknown entries: drafter"),
+        (lambda s: s["stages"]["weaver"].update(stepz=1), "unknown weaver.stepz"),
+        (lambda s: s["stages"].update(drafter={}), "no stage is called drafter"),
+        (lambda s: s["stages"]["weaver"].pop("log_every"), "weaver.log_every is missing"),
         (lambda s: s["stages"]["weaver"]["recipe"].update(rows=0), "rows and anchors must be"),
         (lambda s: s["stages"]["weaver"]["recipe"].update(mode="x"), "mode must be fixed"),
         (lambda s: s["stages"]["weaver"]["optimiser"].update(rate=1), "'rate'"),

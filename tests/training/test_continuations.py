@@ -87,6 +87,16 @@ def test_saved_texts_come_back(tmp_path) -> None:
     np.testing.assert_array_equal(back.temperature, texts().temperature)
 
 
+def test_a_prompt_of_one_token_has_no_anchor_and_texts_join() -> None:
+    given = texts()
+    given.prompt[2] = 1
+    assert given.room(5).tolist() == [True, True, False, True, True, True, True]
+    both = given.joined(texts(3))
+    assert both.tokens[:, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2]
+    with pytest.raises(ValueError, match="texts of 20 and 21 tokens do not join"):
+        given.joined(texts(3, 21))
+
+
 def test_a_large_vocabulary_keeps_its_ids(tmp_path) -> None:
     assert token_dtype(65_536) == np.uint16
     assert token_dtype(248_320) == np.uint32

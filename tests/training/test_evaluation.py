@@ -58,6 +58,9 @@ def test_held_back_texts_are_usable_and_not_trained_on() -> None:
     assert 5 not in held.tokens[:, 0]
     assert set(held.temperature) == {0, 1}
     assert hold_back(texts(16, 8), 7)[1] is None
+    half = hold_back(given, 7, share=0.5)[1]
+    assert half is not None
+    assert (len(half.tokens), half.temperature.mean()) == (19, pytest.approx(0.5, abs=0.05))
     many, held = hold_back(texts(1000, 500), 7)
     assert held is not None
     assert (len(held.tokens), len(many.tokens)) == (64, 936)

@@ -12,6 +12,7 @@ import pytest
 import tfm_jax
 from tfm_jax.training.prepare import prepare
 from tfm_jax.training.texts import (
+    given_texts,
     packed_corpus,
     sample_folders,
     training_streams,
@@ -58,6 +59,18 @@ def test_streams_too_short_for_a_window_are_left_out(corpus: Path) -> None:
     assert set(training_streams(corpus, 20)) == {"prose"}
     with pytest.raises(ValueError, match="too short: windows of 5000 tokens need"):
         training_streams(corpus, 5000)
+
+
+def test_given_texts_are_windows_of_the_corpus(corpus: Path) -> None:
+    verifier: Any = SimpleNamespace(config=SimpleNamespace(vocab_size=8192))
+    assert given_texts(verifier, corpus, OPTIONS) is None
+    texts = given_texts(verifier, corpus, {**OPTIONS, "given": 30})
+    assert texts is not None
+    assert texts.tokens.shape == (30, 20)
+    assert set(texts.temperature) == {1}
+    stream = training_streams(corpus, 19)["prose"].tolist()
+    windows = {tuple(stream[i : i + 20]) for i in range(len(stream))}
+    assert {tuple(row) for row in texts.tokens.tolist()} <= windows
 
 
 def test_wrong_corpora_are_refused(corpus: Path, tmp_path: Path) -> None:

@@ -85,6 +85,17 @@ class Continuations:
             **{f.name: getattr(self, f.name)[chosen] for f in dataclasses.fields(self)}
         )
 
+    def joined(self, other: Continuations) -> Continuations:
+        """These texts and then others of the same length."""
+        if self.tokens.shape[1] != other.tokens.shape[1]:
+            raise ValueError(
+                f"texts of {self.tokens.shape[1]} and {other.tokens.shape[1]} tokens do not join"
+            )
+        fields = (f.name for f in dataclasses.fields(self))
+        return Continuations(
+            **{n: np.concatenate([getattr(self, n), getattr(other, n)]) for n in fields}
+        )
+
     def check(self, vocab_size: int) -> None:
         """Raises ValueError if a token is no row of a vocabulary of that size."""
         if self.tokens.size and int(self.tokens.max()) >= vocab_size:
@@ -96,14 +107,16 @@ class Continuations:
     def room(self, depth: int) -> np.ndarray:
         """Which rows have an anchor with `depth` tokens after it, bool [R].
 
+        The first anchor is the prompt's last token; a state before it must have predicted it.
+
         Raises:
           ValueError: there is none.
         """
-        keep = (self.prompt >= 1) & (self.prompt - 1 + depth < self.tokens.shape[1])
+        keep = (self.prompt >= 2) & (self.prompt - 1 + depth < self.tokens.shape[1])
         if not keep.any():
             raise ValueError(
                 f"none of the {keep.size} texts of {self.tokens.shape[1]} tokens has {depth} "
-                "tokens after its prompt"
+                "tokens after a prompt of at least 2"
             )
         return keep
 
@@ -118,7 +131,7 @@ class Continuations:
         if left_out:
             print(
                 f"{title}: left out {left_out} of {len(self.tokens)} texts: fewer than {depth} "
-                "tokens after the prompt",
+                "tokens after a prompt of at least 2",
                 flush=True,
             )
         return usable, {"texts": len(usable.tokens), "texts_left_out": left_out}

@@ -12,11 +12,13 @@ import numpy as np
 from tfm_jax.training.continuations import Continuations
 from tfm_jax.training.trainer import Loss, Params, compute_copy
 
-_EVERY, _MOST = 8, 64
+_FEWEST, _MOST = 16, 64
 
 
-def hold_back(texts: Continuations, depth: int) -> tuple[Continuations, Continuations | None]:
-    """Texts to train on, and every eighth usable one for evaluation, 64 at most.
+def hold_back(
+    texts: Continuations, depth: int, share: float = 0.125
+) -> tuple[Continuations, Continuations | None]:
+    """Texts to train on, and a share of the usable ones for evaluation, 64 at most.
 
     Nothing is held back of fewer than 16. Continuations come sorted by temperature within a
     batch, so both temperatures are among those held back.
@@ -25,9 +27,9 @@ def hold_back(texts: Continuations, depth: int) -> tuple[Continuations, Continua
       ValueError: no text has room for a path of `depth` tokens.
     """
     usable = np.flatnonzero(texts.room(depth))
-    if usable.size < 2 * _EVERY:
+    if usable.size < _FEWEST:
         return texts, None
-    count = min(usable.size // _EVERY, _MOST)
+    count = min(int(usable.size * share), _MOST)
     chosen = usable[np.linspace(0, usable.size - 1, count).round().astype(int)]
     rest = np.ones(len(texts.tokens), bool)
     rest[chosen] = False

@@ -66,7 +66,9 @@ def _row(axes: list[Axes], title: str, records: list[dict[str, Any]]) -> None:
 
 def _lines(axes: Axes, records: list[dict[str, Any]], names: dict[str, str], title: str) -> None:
     for name, label in names.items():
-        points = [(record["step"], record[name]) for record in records if name in record]
+        # A length of 0 says that the batch had no text of that temperature.
+        shown = [record for record in records if record.get(name, 0) or name not in _LENGTHS]
+        points = [(record["step"], record[name]) for record in shown if name in record]
         if points:
             axes.plot(*zip(*points, strict=True), label=label)
     axes.set(title=title, xlabel="step")

@@ -42,7 +42,13 @@ from tfm_jax.training.evaluation import hold_back, make_evaluation
 from tfm_jax.training.plots import plot_training, require_matplotlib
 from tfm_jax.training.settings import made, read_settings, stage_settings
 from tfm_jax.training.tensorboard import TensorBoard, require_tensorboard
-from tfm_jax.training.texts import PACKED, packed_corpus, training_streams, write_continuations
+from tfm_jax.training.texts import (
+    PACKED,
+    given_texts,
+    packed_corpus,
+    training_streams,
+    write_continuations,
+)
 from tfm_jax.training.tokenizer import domain_shares
 from tfm_jax.training.trainer import Loss, OptimiserConfig, Params, TrainState, compute_copy
 from tfm_jax.training.verifier import heldout_loss, train_verifier
@@ -326,23 +332,28 @@ def _texts(
 ) -> tuple[Continuations, Continuations | None]:
     """Continuations to train on and to evaluate on, written first if the job names none."""
     job = plan.job
-    kept = job.out / "continuations.npz"
     if job.texts is not None:
         texts = Continuations.load(job.texts)
-    elif kept.is_file():
+        texts.check(verifier.config.vocab_size)
+        return hold_back(texts, depth)
+    kept = job.out / "continuations.npz"
+    file = opened.text_files / "tokenizer.json"
+    tokenizer = file if file.is_file() else None
+    corpus = packed_corpus(job.corpus, job.text, tokenizer, job.out / "corpus")
+    options = stage_settings(plan.settings, "continuations")
+    given = given_texts(verifier, corpus, options, seed=job.seed)
+    if kept.is_file():
         texts = Continuations.load(kept)
     else:
-        file = opened.text_files / "tokenizer.json"
-        tokenizer = file if file.is_file() else None
-        corpus = packed_corpus(job.corpus, job.text, tokenizer, job.out / "corpus")
-        options = stage_settings(plan.settings, "continuations")
         texts = write_continuations(
             verifier, corpus, options, seed=job.seed, seconds=options.get("seconds")
         )
         job.out.mkdir(parents=True, exist_ok=True)
         texts.save(kept)
-    texts.check(verifier.config.vocab_size)
-    return hold_back(texts, depth)
+    if given is None:
+        return hold_back(texts, depth)
+    rest, held = hold_back(texts, depth, share=0.5)
+    return rest.joined(given), held
 
 
 def _evaluation(

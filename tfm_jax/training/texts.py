@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tfm_jax.models.qwen36 import Verifier
-from tfm_jax.training.batches import MIXTURE, Streams, TokenBatches, load_streams
+from tfm_jax.training.batches import MIXTURE, Streams, TokenBatches, load_streams, token_dtype
 from tfm_jax.training.continuations import Continuations, generate_continuations
 from tfm_jax.training.prepare import prepare
 from tfm_jax.training.tokenizer import domain_shares
@@ -101,16 +101,8 @@ def write_continuations(
     width, total = options["prompt"], options["total"]
     if not 2 <= width <= total:
         raise ValueError(f"prompt must lie in 2..total, got {width} of {total}")
-    streams = training_streams(corpus, width - 1)
-    largest = max(int(np.max(stream)) for stream in streams.values())
-    if largest >= verifier.config.vocab_size:
-        raise ValueError(
-            f"{corpus} holds token {largest}, the verifier's vocabulary has "
-            f"{verifier.config.vocab_size} rows: it was packed for another model"
-        )
-    mixture = domain_shares(MIXTURE, list(streams))
     # Another seed than the verifier's training: another order of windows.
-    prompts = TokenBatches(streams, mixture, width - 1, options["rows"], seed=seed + 1)
+    prompts = _windows(verifier, corpus, width, options["rows"], seed + 1)
     return generate_continuations(
         verifier,
         prompts.__getitem__,
@@ -121,3 +113,44 @@ def write_continuations(
         seed=seed,
         seconds=seconds,
     )
+
+
+def given_texts(
+    verifier: Verifier, corpus: Path, options: Mapping[str, Any], *, seed: int = 0
+) -> Continuations | None:
+    """`given` windows of a corpus as they are, as long as continuations; None for 0 of them.
+
+    They count as drawn at temperature 1: what is learned along them is the verifier's
+    distributions, not the text. That is less apt than continuations, and costs no writing.
+
+    Args:
+      verifier: the model.
+      corpus: folder with packed tokens.
+      options: given, total and shortest, the tokens before the first anchor.
+      seed: of the windows.
+
+    Raises:
+      ValueError: the text is too short, or holds tokens that the verifier does not know.
+    """
+    count, total = options.get("given", 0), options["total"]
+    if count < 1:
+        return None
+    tokens = _windows(verifier, corpus, total, count, seed + 2)[0]
+    return Continuations(
+        tokens=tokens.astype(token_dtype(verifier.config.vocab_size)),
+        prompt=np.full(count, options["shortest"], np.int32),
+        temperature=np.ones(count, np.float32),
+    )
+
+
+def _windows(verifier: Verifier, corpus: Path, width: int, rows: int, seed: int) -> TokenBatches:
+    """Batches of `rows` windows of `width` tokens that the verifier knows."""
+    streams = training_streams(corpus, width - 1)
+    largest = max(int(np.max(stream)) for stream in streams.values())
+    if largest >= verifier.config.vocab_size:
+        raise ValueError(
+            f"{corpus} holds token {largest}, the verifier's vocabulary has "
+            f"{verifier.config.vocab_size} rows: it was packed for another model"
+        )
+    mixture = domain_shares(MIXTURE, list(streams))
+    return TokenBatches(streams, mixture, width - 1, rows, seed=seed)
