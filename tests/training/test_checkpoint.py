@@ -166,8 +166,8 @@ def test_a_kill_in_the_middle_of_saving(tmp_path: Path) -> None:
     assert [name.split(".")[0] for name in names[2:]] == ["5"]
     with Checkpoints(tmp_path / "states", {"seed": 0}) as checkpoints:
         assert checkpoints.latest == 4
+    assert sorted(path.name for path in (tmp_path / "states").iterdir()) == ["3", "4"]
     same(train(tmp_path), train(None))
-    assert sorted(path.name for path in (tmp_path / "states").iterdir()) == ["8", "9"]
 
 
 SHARDED = """

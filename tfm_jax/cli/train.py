@@ -13,12 +13,12 @@ from rich.table import Table
 
 from tfm_jax.cli.output import print_json, show
 
-_LENGTH = "expected accepted length of a chain, T = "
+_LENGTH = "expected accepted length, T = "
 _LABELS = {
     "length_greedy": f"{_LENGTH}0",
-    "length_greedy_marginals": f"{_LENGTH}0, by marginals alone",
+    "length_greedy_marginals": f"{_LENGTH}0, marginals",
     "length_sampled": f"{_LENGTH}1",
-    "length_sampled_marginals": f"{_LENGTH}1, by marginals alone",
+    "length_sampled_marginals": f"{_LENGTH}1, marginals",
     "kl": "KL from the verifier",
     "pool_mass": "verifier's mass in the pools",
     "pool_recall": "tokens in the pools",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,8 +19,8 @@ Tree = TypeVar("Tree")
 class Checkpoints:
     """Checkpoints of one run in one folder, `<step>/` each, written beside it and then renamed.
 
-    What a kill leaves half-written is not a checkpoint: it is never restored, and removed before
-    the next one is saved.
+    What a kill leaves half-written is not a checkpoint: it is never restored, and removed when
+    the folder is opened again.
     """
 
     def __init__(
@@ -47,11 +48,12 @@ class Checkpoints:
         self.every = every
         self._setting = json.loads(json.dumps(setting))
         self._saved = time.monotonic()
+        _remove_parts(self.directory)
         # Saved in this thread: the next step takes the state's memory over.
         self._manager = ocp.CheckpointManager(
             self.directory,
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep, cleanup_tmp_directories=True, enable_async_checkpointing=False
+                max_to_keep=keep, enable_async_checkpointing=False
             ),
             item_names=("state", "about"),
         )
@@ -134,6 +136,13 @@ class Checkpoints:
             raise ValueError(
                 f"{self.directory / str(step)} is of a run with other settings: {named}"
             )
+
+
+def _remove_parts(directory: Path) -> None:
+    """Removes folders that are no `<step>`; orbax's own removal goes on beside the first save."""
+    for path in directory.glob("*"):
+        if path.is_dir() and not path.name.isdigit():
+            shutil.rmtree(path)
 
 
 def _by_path(tree: Any) -> dict[str, jax.Array]:
