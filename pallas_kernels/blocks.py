@@ -5,6 +5,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+MIN_BLOCK = 16  # a shorter contraction on tensor cores is silently wrong
+
+
+def padded(size: int) -> int:
+    """Returns the shortest block that holds `size` elements and may enter a product."""
+    return max(MIN_BLOCK, pl.next_power_of_2(size))
+
 
 def span(block: jax.Array | int, size: int, offset: int = 0) -> pl.Slice:
     """Returns the index of a block of `size` elements along an axis; block 0 starts at `offset`.

@@ -6,7 +6,6 @@ sum in registers until the norm is known: at a few rows nothing but this one wai
 
 import dataclasses
 import functools
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +16,6 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.blocks import span, store
 
 _LONGEST = 16384  # longer rows would spill from the registers
-
-# The notice is about the backend's future, and nothing a caller can act on.
-warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

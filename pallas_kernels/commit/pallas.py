@@ -12,7 +12,6 @@ fetch a key for every row of its part of the state, which took longer than the s
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 
 import jax
@@ -21,13 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.blocks import load, span, store
+from pallas_kernels.blocks import load, padded, span, store
 from pallas_kernels.splitting import dot, split
-
-_MIN_BLOCK = 16  # a shorter contraction on tensor cores is silently wrong
-
-# The notice is about the backend's future, and nothing a caller can act on.
-warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +57,7 @@ class Config:
 
 def default_config(key_dim: int, value_dim: int) -> Config:
     """Returns the cut that is fastest for these head sizes on Hopper."""
-    return Config(block_k=min(_block(key_dim), 64), block_v=min(_block(value_dim), 64))
+    return Config(block_k=min(padded(key_dim), 64), block_v=min(padded(value_dim), 64))
 
 
 def advance(
@@ -160,7 +154,7 @@ def _advance_state(path_ref, count_ref, pending, states, states_out, unit, layer
     keys = span(lax.rem(lax.div(unit, across), down), config.block_k)
     columns = span(lax.rem(unit, across), config.block_v)
     count = count_ref[0]
-    step = lax.broadcasted_iota(jnp.int32, (_block(path_ref.shape[0]),), 0)
+    step = lax.broadcasted_iota(jnp.int32, (padded(path_ref.shape[0]),), 0)
     live = step < count
     row = jnp.where(live, load(path_ref, span(0, step.size)), 0)
 
@@ -212,7 +206,3 @@ def _advance_history(path_ref, count_ref, inputs_ref, history_ref, history_out, 
         for source in range(i + 1, width):
             value = jnp.where(count + i == source, old[source], value)
         store(history_out, value, line[i], channels)
-
-
-def _block(size: int) -> int:
-    return max(_MIN_BLOCK, pl.next_power_of_2(size))

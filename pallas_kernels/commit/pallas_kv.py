@@ -4,16 +4,12 @@ A program owns a head of one cache and copies the accepted rows to their places,
 """
 
 import functools
-import warnings
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-
-# The notice is about the backend's future, and nothing a caller can act on.
-warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
 _CACHES = 32  # of one launch; each adds three arguments and a branch
 

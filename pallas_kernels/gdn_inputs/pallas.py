@@ -6,7 +6,6 @@ first axis make the gates. Each reads the taps of its own channels straight from
 
 import dataclasses
 import functools
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +16,6 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.blocks import load, span, store
 from pallas_kernels.gdn_inputs.columns import Columns
 from pallas_kernels.gdn_inputs.scales import unit_scale
-
-# The notice is about the backend's future, and nothing a caller can act on.
-warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

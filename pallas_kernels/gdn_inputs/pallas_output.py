@@ -1,7 +1,6 @@
 """The gated norm in one launch: a program owns a head and a block of rows."""
 
 import functools
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +10,6 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.blocks import load, span, store
 from pallas_kernels.gdn_inputs.pallas import Config, default_config, load_part
-
-# The notice is about the backend's future, and nothing a caller can act on.
-warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
 
 def finish(

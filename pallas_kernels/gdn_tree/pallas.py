@@ -12,7 +12,6 @@ after which the other rows are a forest on the state below the root.
 import dataclasses
 import functools
 import typing
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -20,17 +19,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.blocks import load, span, store
+from pallas_kernels.blocks import MIN_BLOCK, load, padded, span, store
 from pallas_kernels.gdn_tree.scales import FORGET, given
 from pallas_kernels.gdn_tree.topology import TreeTopology
 from pallas_kernels.splitting import Split, dot, split
 
 MAX_NODES = 256
-_MIN_BLOCK = 16  # a shorter contraction on tensor cores is silently wrong
 _MAX_BLOCK = 64
-
-# The notice is about the backend's future, and nothing a caller can act on.
-warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,8 +44,8 @@ class Config:
     prepare_warps: int = 0
 
     def __post_init__(self):
-        if self.block_v < _MIN_BLOCK or self.block_v & (self.block_v - 1):
-            raise ValueError(f"block_v must be a power of two >= {_MIN_BLOCK}, got {self.block_v}")
+        if self.block_v < MIN_BLOCK or self.block_v & (self.block_v - 1):
+            raise ValueError(f"block_v must be a power of two >= {MIN_BLOCK}, got {self.block_v}")
 
 
 class Tree(typing.NamedTuple):
@@ -102,11 +97,11 @@ class Cut(typing.NamedTuple):
 
 def cut(nodes: int) -> Cut:
     """Returns the row blocks of a tree of this many rows."""
-    root = int(nodes % _MIN_BLOCK == 1)
+    root = int(nodes % MIN_BLOCK == 1)
     rest = nodes - root
-    size = min(_block(rest), _MAX_BLOCK)
+    size = min(padded(rest), _MAX_BLOCK)
     count = pl.cdiv(rest, size)
-    return Cut(root, count, size, _block(rest - (count - 1) * size))
+    return Cut(root, count, size, padded(rest - (count - 1) * size))
 
 
 def describe(topology: TreeTopology) -> Tree:
@@ -127,7 +122,7 @@ def _bits(x: jax.Array) -> jax.Array:
 def default_config(nodes: int, value_dim: int) -> Config:
     """Returns the configuration that is fastest for a tree of this size on Hopper."""
     rows = cut(nodes).count * cut(nodes).size
-    width = _block(value_dim)
+    width = padded(value_dim)
     if rows <= 16:
         return Config(block_v=min(width, 32))
     if rows <= 32:
@@ -452,11 +447,7 @@ def _key_head(refs: _Inputs, head: jax.Array) -> jax.Array:
 
 
 def _keys(refs: _Inputs) -> pl.Slice:
-    return span(0, _block(refs.k.shape[2]))
-
-
-def _block(size: int) -> int:
-    return max(_MIN_BLOCK, pl.next_power_of_2(size))
+    return span(0, padded(refs.k.shape[2]))
 
 
 def _compiler_params(num_warps: int) -> pltriton.CompilerParams:

@@ -22,7 +22,6 @@ import dataclasses
 import functools
 import math
 import typing
-import warnings
 from collections.abc import Callable
 
 import jax
@@ -42,9 +41,6 @@ _LANES = 16  # groups that share one word of flags
 _TAIL = 0.62  # between the values of a normal and of an exponential tail
 _GUESSES = 4  # before the search halves its interval
 _PROCESSORS = 128  # of a Hopper GPU, as a power of two
-
-# The notice is about the backend's future, and nothing a caller can act on.
-warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

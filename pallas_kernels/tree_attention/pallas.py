@@ -10,7 +10,6 @@ short for that, and those beyond it leave at once.
 import dataclasses
 import functools
 import math
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +17,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.blocks import span
+from pallas_kernels.blocks import MIN_BLOCK, padded, span
 from pallas_kernels.splitting import dot, split
 
 MAX_SIZE = 256
-_MIN_BLOCK = 16  # a shorter contraction on tensor cores is silently wrong
 _PROCESSORS = 132
 _WORD = 32  # bits
 _NOTHING = -1e30  # below every score, and finite: its difference to itself is zero
 _JOINED = 4096  # elements that a program of the second launch holds
-
-# The notice is about the backend's future, and nothing a caller can act on.
-warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,15 +54,15 @@ class Config:
     def __post_init__(self):
         for name in ("block_q", "block_k", "block_d", "tail_q"):
             size = getattr(self, name)
-            if (size < _MIN_BLOCK or size & (size - 1)) and (name, size) != ("tail_q", 0):
-                raise ValueError(f"{name} must be a power of two >= {_MIN_BLOCK}, got {size}")
+            if (size < MIN_BLOCK or size & (size - 1)) and (name, size) != ("tail_q", 0):
+                raise ValueError(f"{name} must be a power of two >= {MIN_BLOCK}, got {size}")
 
 
 def default_config(rows: int, size: int, dtype: jnp.dtype) -> Config:
     """Returns the cut that is fastest on Hopper for `rows` flattened rows of `size` columns."""
-    columns = _power(size)
+    columns = padded(size)
     if dtype == jnp.float32:  # three terms a value: small blocks keep them in registers
-        block_q = min(_power(rows), 32)
+        block_q = min(padded(rows), 32)
         return Config(
             block_q=block_q,
             block_k=32,
@@ -78,14 +73,14 @@ def default_config(rows: int, size: int, dtype: jnp.dtype) -> Config:
         )
     if rows <= 32:  # bound by memory: many loads under way, two programs a processor
         return Config(
-            block_q=_power(rows),
+            block_q=padded(rows),
             block_k=32,
             block_d=columns,
             programs=2 * _PROCESSORS,
             num_stages=4,
         )
     # A warp group takes 64 rows; two of them read every key once from the cache.
-    block_q = min(_power(rows), 128)
+    block_q = min(padded(rows), 128)
     return Config(
         block_q=block_q,
         block_k=64,
@@ -149,7 +144,7 @@ def attend(
     )(length, flat, own_keys, own_values, *_pack(visible), keys, values)
 
     joined = pl.next_power_of_2(splits)
-    block_d = min(_power(size), max(_JOINED // joined, _MIN_BLOCK))
+    block_d = min(padded(size), max(_JOINED // joined, MIN_BLOCK))
     out = pl.pallas_call(
         functools.partial(
             _join_kernel,
@@ -422,7 +417,3 @@ def _inside(size: int, chunk: jax.Array | int, shape: tuple[int, ...]) -> jax.Ar
     if size % shape[-1] == 0:
         return None
     return chunk * shape[-1] + lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1) < size
-
-
-def _power(size: int) -> int:
-    return max(_MIN_BLOCK, pl.next_power_of_2(size))

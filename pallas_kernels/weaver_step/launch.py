@@ -1,7 +1,6 @@
 """One way to launch the kernels of this operation, and the few index forms they share."""
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,12 +9,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.blocks import MIN_BLOCK
 from pallas_kernels.splitting import dot, split
 
-# The notice is about the backend's future, and nothing a caller can act on.
-warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
-
-TILE = 16  # a shorter contraction on tensor cores is silently wrong
+TILE = MIN_BLOCK
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
