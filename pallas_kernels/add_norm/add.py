@@ -1,12 +1,10 @@
 """Residual addition and norm: checks and choice of implementation."""
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.add_norm import pallas, reference, xla
+from pallas_kernels.checks import check_array
 from pallas_kernels.choice import Implementation, choose, interpreted
-
-_FLOATS = (jnp.float32, jnp.bfloat16)
 
 
 def add_norm(
@@ -49,10 +47,7 @@ def add_norm(
 
 def _check(x, delta, weight) -> None:
     for name, array in (("x", x), ("delta", delta), ("weight", weight)):
-        if not hasattr(array, "dtype"):
-            raise TypeError(f"{name} must be an array, got {type(array).__name__}")
-        if array.dtype not in _FLOATS:
-            raise TypeError(f"{name} must be float32 or bfloat16, got {array.dtype}")
+        check_array(name, array)
     if delta.dtype != x.dtype:
         raise TypeError(f"delta must be {x.dtype} like x, got {delta.dtype}")
     if x.ndim != 2 or 0 in x.shape:

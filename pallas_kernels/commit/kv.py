@@ -5,11 +5,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.checks import FLOATS
 from pallas_kernels.choice import Implementation, choose, interpreted
 from pallas_kernels.commit import pallas_kv, reference, xla
 from pallas_kernels.commit.path import check_path, check_same, check_scalar
-
-_FLOATS = (jnp.float32, jnp.bfloat16)
 
 
 def commit_kv(
@@ -43,8 +42,8 @@ def commit_kv(
       NotImplementedError: "pallas" on a device it does not support.
     """
     caches, rows = tuple(caches), tuple(rows)
-    check_same("caches", caches, len(caches), 3, _FLOATS)
-    check_same("rows", rows, len(caches), 3, _FLOATS)
+    check_same("caches", caches, len(caches), 3, FLOATS)
+    check_same("rows", rows, len(caches), 3, FLOATS)
     heads, capacity, size = caches[0].shape
     nodes = rows[0].shape[1]
     if rows[0].shape != (heads, nodes, size):

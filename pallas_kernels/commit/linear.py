@@ -5,11 +5,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.checks import FLOATS
 from pallas_kernels.choice import Implementation, choose, interpreted
 from pallas_kernels.commit import pallas, reference, xla
 from pallas_kernels.commit.path import check_path, check_same
-
-_FLOATS = (jnp.float32, jnp.bfloat16)
 
 
 def commit_linear(
@@ -72,11 +71,11 @@ def commit_linear(
 def _check(states, histories, keys, us, log_decays, inputs) -> None:
     named = {
         "states": (states, 3, (jnp.float32,)),
-        "histories": (histories, 2, _FLOATS),
-        "keys": (keys, 3, _FLOATS),
+        "histories": (histories, 2, FLOATS),
+        "keys": (keys, 3, FLOATS),
         "us": (us, 3, (jnp.float32,)),
         "log_decays": (log_decays, 2, (jnp.float32,)),
-        "inputs": (inputs, 2, _FLOATS),
+        "inputs": (inputs, 2, FLOATS),
     }
     for name, (arrays, axes, dtypes) in named.items():
         check_same(name, arrays, len(states), axes, dtypes)

@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.gdn_tree.scales import scaled
+
 
 def advance(states, histories, keys, us, log_decays, inputs, path, count, key_scales=None):
     """Returns `(states, histories)` by the recurrence, one accepted row after the other."""
     if key_scales is not None:
-        keys = [k * scale[:, :, None] for k, scale in zip(keys, key_scales, strict=True)]
+        keys = [scaled(k, scale) for k, scale in zip(keys, key_scales, strict=True)]
     advanced = []
     for state, history, k, u, log_decay, x in zip(
         states, histories, keys, us, log_decays, inputs, strict=True

@@ -11,11 +11,10 @@ def advance(states, histories, keys, us, log_decays, inputs, path, count, key_sc
     """Returns `(states, histories)`. Arguments as in `commit_linear`."""
     live = jnp.arange(path.size, dtype=jnp.int32) < count
     path = jnp.where(live, path, path[0])
-    if key_scales is not None:
-        keys = [k * scale[:, :, None] for k, scale in zip(keys, key_scales, strict=True)]
+    scales = [None] * len(keys) if key_scales is None else key_scales
     states = tuple(
-        gdn_tree_commit_path(*layer, path, count)
-        for layer in zip(states, keys, us, log_decays, strict=True)
+        gdn_tree_commit_path(*layer, path, count, k_scale=scale)
+        for *layer, scale in zip(states, keys, us, log_decays, scales, strict=True)
     )
     histories = tuple(
         lax.dynamic_slice_in_dim(

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.checks import check_array
 from pallas_kernels.choice import Implementation, choose, interpreted
 from pallas_kernels.gdn_inputs import pallas_output, xla
 from pallas_kernels.gdn_inputs.columns import check_part
@@ -33,17 +34,9 @@ def gdn_output(
       ValueError: shapes that do not belong together, or an unknown implementation.
       NotImplementedError: "pallas" on a device it does not support.
     """
-    floats = (jnp.float32, jnp.bfloat16)
-    for name, array, dtypes in (
-        ("out", out, floats[:1]),
-        ("z", z, floats),
-        ("weight", weight, floats),
-    ):
-        if not hasattr(array, "dtype"):
-            raise TypeError(f"{name} must be an array, got {type(array).__name__}")
-        if array.dtype not in dtypes:
-            allowed = " or ".join(jnp.dtype(dtype).name for dtype in dtypes)
-            raise TypeError(f"{name} must be {allowed}, got {array.dtype}")
+    check_array("out", out, (jnp.float32,))
+    check_array("z", z)
+    check_array("weight", weight)
     if out.ndim != 3 or 0 in out.shape:
         raise ValueError(f"out must have three axes, none empty, got {out.shape}")
     rows, heads, size = out.shape

@@ -5,11 +5,10 @@ import typing
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.checks import check_array
 from pallas_kernels.choice import Implementation, choose, interpreted
 from pallas_kernels.gdn_inputs import pallas, reference, xla
 from pallas_kernels.gdn_inputs.columns import Columns, check_part
-
-_FLOATS = (jnp.float32, jnp.bfloat16)
 
 
 class GDNInputs(typing.NamedTuple):
@@ -107,12 +106,12 @@ def _check(
     named = {"x": x, "history": history, "taps": taps, "weight": weight}
     named |= {"a": a, "b": b, "a_log": a_log, "dt_bias": dt_bias}
     for name, array in named.items():
-        if not hasattr(array, "dtype"):
-            raise TypeError(f"{name} must be an array, got {type(array).__name__}")
-        allowed = (jnp.int32, jnp.int64) if name == "taps" else _FLOATS
-        if array.dtype not in allowed:
-            words = "int32" if name == "taps" else "float32 or bfloat16"
-            raise TypeError(f"{name} must be {words}, got {array.dtype}")
+        if name != "taps":
+            check_array(name, array)
+        elif not hasattr(array, "dtype"):
+            raise TypeError(f"taps must be an array, got {type(array).__name__}")
+        elif array.dtype not in (jnp.int32, jnp.int64):
+            raise TypeError(f"taps must be int32, got {array.dtype}")
     for name, axes in (("x", 2), ("taps", 2), ("weight", 2), ("a", 2), ("b", 2), ("a_log", 1)):
         shape = named[name].shape
         if len(shape) != axes or 0 in shape:

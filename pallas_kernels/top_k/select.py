@@ -5,6 +5,7 @@ import operator
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.checks import check_array
 from pallas_kernels.choice import Implementation, choose, interpreted
 from pallas_kernels.concrete import concrete
 from pallas_kernels.top_k import pallas, reference, xla
@@ -54,10 +55,7 @@ def top_k(
 
 
 def _check(x: jax.Array, k: int) -> int:
-    if not hasattr(x, "dtype"):
-        raise TypeError(f"x must be an array, got {type(x).__name__}")
-    if x.dtype not in (jnp.float32, jnp.bfloat16):
-        raise TypeError(f"x must be float32 or bfloat16, got {x.dtype}")
+    check_array("x", x)
     if x.ndim != 2 or 0 in x.shape:
         raise ValueError(f"x must have two axes, [rows, columns], none empty, got {x.shape}")
     try:
