@@ -6,7 +6,9 @@ import dataclasses
 import numbers
 import operator
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+Kind = TypeVar("Kind")
 
 LINEAR = "linear_attention"
 FULL = "full_attention"
@@ -429,6 +431,15 @@ class Sampling:
             object.__setattr__(self, name, value)
         if not isinstance(self.shared_noise, bool):
             raise ConfigError(f"shared_noise must be true or false, got {self.shared_noise!r}")
+
+
+def made(kind: type[Kind], entries: Mapping[str, Any], where: str) -> Kind:
+    """`kind(**entries)` with lists as tuples; ConfigError that names `where` if they do not fit."""
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in entries.items()}
+    try:
+        return kind(**values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def _need(config: Mapping[str, Any], name: str) -> Any:

@@ -368,7 +368,7 @@ def load(path: str | Path = POCKET, *, dtype: str | None = None) -> Model:
     Raises:
       CheckpointError: files that are missing, damaged or do not belong together.
     """
-    found = read_trio(directory(path), dtype=_dtype(dtype))
+    found = read_trio(directory(path), dtype=default_dtype(dtype))
     verifier, drafter, weaver = found.verifier, found.drafter, found.weaver
     trio = Trio(
         verifier=build_verifier(verifier.config, verifier.params),
@@ -396,7 +396,7 @@ def random_model(preset: str | Path, *, seed: int = 0, dtype: str | None = None)
       ConfigError: an unknown preset, or sizes that do not fit.
       ValueError: an unknown dtype.
     """
-    kind = jnp.dtype(check_dtype(_dtype(dtype)))
+    kind = jnp.dtype(check_dtype(default_dtype(dtype)))
     sizes = geometry(preset)
     rngs = nnx.Rngs(seed)
     weaver = Weaver(sizes.weaver, rngs=rngs, dtype=kind)
@@ -427,7 +427,8 @@ def _serving(trio: Trio) -> Trio:
     return dataclasses.replace(trio, growth=growth)
 
 
-def _dtype(name: str | None) -> str:
+def default_dtype(name: str | None) -> str:
+    """`name`, or where it is None the type that suits the default device."""
     if name is not None:
         return name
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tfm_jax.checkpoints.pairing import check_pair
-from tfm_jax.config import ConfigError, DrafterConfig, VerifierConfig, WeaverConfig
+from tfm_jax.config import ConfigError, DrafterConfig, VerifierConfig, WeaverConfig, made
 
 # In a checkout, and in an installed package.
 _FOLDERS = (Path(__file__).parents[1] / "configs", Path(__file__).parent / "configs")
@@ -53,17 +53,12 @@ def parse_geometry(settings: Mapping[str, Any], source: str) -> Geometry:
     missing = [part for part in parts if part not in settings]
     if missing:
         raise ConfigError(f"{source} has no {' and no '.join(missing)}")
-    try:
-        found = Geometry(**{part: kind(**_tuples(settings[part])) for part, kind in parts.items()})
-    except TypeError as error:
-        raise ConfigError(f"{source}: {error}") from None
+    found = Geometry(
+        **{part: made(kind, settings[part], f"{source}: {part}") for part, kind in parts.items()}
+    )
     check_pair(found.verifier, found.drafter, found.weaver)
     return found
 
 
 def _folder() -> Path:
     return next((folder for folder in _FOLDERS if folder.is_dir()), _FOLDERS[-1])
-
-
-def _tuples(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}

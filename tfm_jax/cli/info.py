@@ -36,16 +36,15 @@ def info(
 
 
 def _describe(model: str, dtype: str | None) -> dict[str, Any]:
-    import jax
 
     from tfm_jax.checkpoints.build import parameter_shapes
     from tfm_jax.checkpoints.trio import open_trio
     from tfm_jax.decoding.state import MAX_END_TOKENS
-    from tfm_jax.model import directory
+    from tfm_jax.model import default_dtype, directory
 
     opened = open_trio(directory(model))
     config = opened.verifier.config
-    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    dtype = default_dtype(dtype)
     rows = TreeConfig.budget + 1
     return {
         **run_setting(model, dtype, rows),

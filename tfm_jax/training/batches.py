@@ -17,6 +17,8 @@ from tfm_jax.text import Tokenizer
 from tfm_jax.training.corpus import SPLITS, corpus_domains, read_documents
 from tfm_jax.training.tokenizer import END_OF_TEXT
 
+PACKED = "tokens.npz.xz"  # the token streams in the folder of a corpus
+
 # Share of training tokens a domain; one not in the corpus gives its share to the others.
 MIXTURE = {"prose": 0.30, "docs": 0.14, "code": 0.32, "math": 0.16, "chat": 0.08}
 

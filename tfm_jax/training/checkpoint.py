@@ -15,6 +15,8 @@ import orbax.checkpoint as ocp
 
 Tree = TypeVar("Tree")
 
+_PARTIAL = ".orbax-checkpoint-tmp"  # in the name of a folder that is being written
+
 
 class Checkpoints:
     """Checkpoints of one run in one folder, `<step>/` each, written beside it and then renamed.
@@ -139,10 +141,9 @@ class Checkpoints:
 
 
 def _remove_parts(directory: Path) -> None:
-    """Removes folders that are no `<step>`; orbax's own removal goes on beside the first save."""
-    for path in directory.glob("*"):
-        if path.is_dir() and not path.name.isdigit():
-            shutil.rmtree(path)
+    """Removes half-written states; orbax's own removal goes on beside the first save."""
+    for path in directory.glob(f"*{_PARTIAL}*"):
+        shutil.rmtree(path)
 
 
 def _by_path(tree: Any) -> dict[str, jax.Array]:

@@ -28,9 +28,10 @@ from tfm_jax.models.dflash import Drafter
 from tfm_jax.models.qwen36 import Verifier
 from tfm_jax.presets import Geometry, parse_geometry
 from tfm_jax.text import load_tokenizer
-from tfm_jax.training.batches import MIXTURE, TokenBatches, load_streams
-from tfm_jax.training.continuations import Continuations, generate_continuations
+from tfm_jax.training.batches import MIXTURE, PACKED, TokenBatches, load_streams
+from tfm_jax.training.continuations import Continuations
 from tfm_jax.training.dflash import DrafterRecipe, train_drafter
+from tfm_jax.training.texts import write_continuations
 from tfm_jax.training.tokenizer import END_OF_TEXT, MASK, TURN_END, domain_shares
 from tfm_jax.training.trainer import OptimiserConfig, TrainState, compute_copy
 from tfm_jax.training.verifier import heldout_loss, train_verifier
@@ -151,7 +152,7 @@ def train_stage(
 def _verifier(run: Run) -> dict[str, Any]:
     config = run.geometry.verifier
     rows, length = run.options["rows"], run.options["length"]
-    streams = load_streams(run.corpus / "tokens.npz.xz")
+    streams = load_streams(run.corpus / PACKED)
     mixture = domain_shares(MIXTURE, list(streams))
     batches = TokenBatches(streams, mixture, length, rows, seed=run.seed)
     state = train_verifier(
@@ -164,7 +165,7 @@ def _verifier(run: Run) -> dict[str, Any]:
         seconds=run.left(reserve=0.08),
     )
     _export(run, "verifier", config, state)
-    heldout = load_streams(run.corpus / "tokens.npz.xz", "heldout")
+    heldout = load_streams(run.corpus / PACKED, "heldout")
     long_enough = {k: v for k, v in heldout.items() if len(v) > 2 * length}
     loss = heldout_loss(
         config,
@@ -181,22 +182,8 @@ def _verifier(run: Run) -> dict[str, Any]:
 
 
 def _continuations(run: Run) -> dict[str, Any]:
-    options = run.options
-    streams = load_streams(run.corpus / "tokens.npz.xz")
-    mixture = domain_shares(MIXTURE, list(streams))
-    # Another seed than the verifier's: another order of windows.
-    prompts = TokenBatches(
-        streams, mixture, options["prompt"] - 1, options["rows"], seed=run.seed + 1
-    )
-    texts = generate_continuations(
-        run.verifier(),
-        prompts.__getitem__,
-        total=options["total"],
-        batches=options["batches"],
-        shortest=options["shortest"],
-        greedy_share=options["greedy_share"],
-        seed=run.seed,
-        seconds=run.left(),
+    texts = write_continuations(
+        run.verifier(), run.corpus, run.options, seed=run.seed, seconds=run.left()
     )
     texts.save(run.out / "continuations.npz")
     return {"texts": len(texts.tokens), "tokens": texts.tokens.size}
@@ -272,7 +259,7 @@ def _record(run: Run, made: dict[str, Any]) -> dict[str, Any]:
         "jax": jax.__version__,
         "seed": run.seed,
         "corpus_manifest_sha256": _digest(run.corpus / "text" / "manifest.json"),
-        "corpus_tokens_sha256": _digest(run.corpus / "tokens.npz.xz"),
+        "corpus_tokens_sha256": _digest(run.corpus / PACKED),
         "options": run.options,
     }
     path.write_text(json.dumps(entries, indent=1) + "\n", "utf-8")

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tfm_jax.text import load_tokenizer
-from tfm_jax.training.batches import MIXTURE, tokenize_corpus, write_prompts
+from tfm_jax.training.batches import MIXTURE, PACKED, tokenize_corpus, write_prompts
 from tfm_jax.training.corpus import CorpusReport, build_corpus
 from tfm_jax.training.packages import FetchError
 from tfm_jax.training.sources import SOURCES
@@ -49,7 +49,7 @@ def prepare(
             out_dir / "text", path, mixture=MIXTURE, vocab_size=vocab_size, progress=progress
         )
     coder = load_tokenizer(path)
-    figures = tokenize_corpus(out_dir / "text", coder, out_dir / "tokens.npz.xz")
+    figures = tokenize_corpus(out_dir / "text", coder, out_dir / PACKED)
     prompts = write_prompts(out_dir / "text", coder, out_dir / "heldout_prompts.json")
     summary = {"tokens": figures, "prompts": prompts}
     (out_dir / "figures.json").write_text(json.dumps(summary, indent=1) + "\n")

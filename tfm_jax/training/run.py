@@ -23,13 +23,13 @@ import numpy as np
 from tfm_jax.checkpoints import build_drafter, build_verifier, check_pair, write_hf
 from tfm_jax.checkpoints.opened import Opened, open_weaver
 from tfm_jax.checkpoints.trio import OpenedTrio, check_dtype, open_trio
-from tfm_jax.config import ConfigError, DrafterConfig, VerifierConfig, WeaverConfig
+from tfm_jax.config import ConfigError, DrafterConfig, VerifierConfig, WeaverConfig, made
 from tfm_jax.decoding.state import Trio
-from tfm_jax.model import directory
+from tfm_jax.model import default_dtype, directory
 from tfm_jax.models.qwen36 import Verifier
 from tfm_jax.presets import geometry
 from tfm_jax.text import load_tokenizer
-from tfm_jax.training.batches import MIXTURE, TokenBatches, load_streams
+from tfm_jax.training.batches import MIXTURE, PACKED, TokenBatches, load_streams
 from tfm_jax.training.checkpoint import Checkpoints
 from tfm_jax.training.continuations import Continuations
 from tfm_jax.training.dflash import (
@@ -40,10 +40,9 @@ from tfm_jax.training.dflash import (
 )
 from tfm_jax.training.evaluation import hold_back, make_evaluation
 from tfm_jax.training.plots import plot_training, require_matplotlib
-from tfm_jax.training.settings import made, read_settings, stage_settings
+from tfm_jax.training.settings import read_settings, stage_settings
 from tfm_jax.training.tensorboard import TensorBoard, require_tensorboard
 from tfm_jax.training.texts import (
-    PACKED,
     given_texts,
     packed_corpus,
     training_streams,
@@ -116,8 +115,7 @@ class Job:
     @property
     def compute(self) -> jnp.dtype:
         """The dtype to compute in."""
-        default = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-        return jnp.dtype(check_dtype(self.dtype or default))
+        return jnp.dtype(check_dtype(default_dtype(self.dtype)))
 
     @property
     def log(self) -> Path:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tfm_jax.config import ConfigError
-
-Kind = TypeVar("Kind")
 
 # A run of minutes for small models, also on a CPU. There a verifier writes slowly, and a Weaver
 # learns more from new text than from the same again: most rows are text as it is.
@@ -70,12 +68,3 @@ def read_settings(path: Path) -> dict[str, Any]:
 def stage_settings(settings: Mapping[str, Any], stage: str) -> dict[str, Any]:
     """Entries of one stage; those of a short run if the file has none of it."""
     return dict(settings.get("stages", {}).get(stage, SHORT[stage]))
-
-
-def made(kind: type[Kind], entries: Mapping[str, Any], where: str) -> Kind:
-    """`kind(**entries)`; ConfigError that names `where` if they do not fit."""
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in entries.items()}
-    try:
-        return kind(**values)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: {error}") from None

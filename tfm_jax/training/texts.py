@@ -10,12 +10,18 @@ from typing import Any
 import numpy as np
 
 from tfm_jax.models.qwen36 import Verifier
-from tfm_jax.training.batches import MIXTURE, Streams, TokenBatches, load_streams, token_dtype
+from tfm_jax.training.batches import (
+    MIXTURE,
+    PACKED,
+    Streams,
+    TokenBatches,
+    load_streams,
+    token_dtype,
+)
 from tfm_jax.training.continuations import Continuations, generate_continuations
 from tfm_jax.training.prepare import prepare
 from tfm_jax.training.tokenizer import domain_shares
 
-PACKED = "tokens.npz.xz"
 # Parts of Python's own library: real text that every machine has already.
 _SAMPLE = ("asyncio", "email", "http", "importlib", "json", "logging", "unittest", "urllib", "xml")
 
