@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
@@ -17,6 +16,7 @@ import jax
 import numpy as np
 
 import tfm_jax
+from experiments.checkout import commit_id
 from tfm_jax.config import Sampling, TreeConfig
 from tfm_jax.model import Generation, Model
 
@@ -142,14 +142,6 @@ def common_setting(model: Model) -> dict[str, str]:
         "jax": jax.__version__,
         "commit": commit_id(),
     }
-
-
-def commit_id() -> str:
-    """Short hash of the checked-out commit, "unknown" outside a checkout."""
-    run = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return run.stdout.strip() or "unknown"
 
 
 def _settings(budgets: Iterable[int]) -> list[tuple[str, int]]:

@@ -5,18 +5,16 @@
 Every candidate first passes a correctness gate on the timed inputs; its error is part of the
 report. Floors come from the read bandwidth and the matrix rate measured in the same run.
 `--sweep` adds kernel configurations. Without a GPU the gates run interpreted on tiny shapes and no
-time is reported. Writes `kernels_<device>.json` and, where matplotlib is installed, a plot.
+time is reported. Writes `kernels_<device>.json`, which `python -m experiments.figures` draws.
 """
 
 import argparse
 import concurrent.futures
 import dataclasses
-import functools
 import importlib
 import json
 import math
 import pathlib
-import subprocess
 import sys
 import time
 from typing import Any
@@ -26,6 +24,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
+from experiments.checkout import commit_id
 from experiments.timings.case import Candidate, Case
 from pallas_kernels.benchmark import Chain, Timing, compile_chain
 
@@ -243,15 +242,6 @@ def cell(us: float | None, mine: float | None, kind: str) -> str:
     return f"{us:.1f}" if kind == "pallas" or not mine else f"{us:.1f} ({us / mine:.1f}x)"
 
 
-def commit() -> str:
-    """The checkout's commit, with a plus sign if it is not what runs; "unknown" outside one."""
-    root = pathlib.Path(__file__).parents[1]
-    git = functools.partial(subprocess.run, cwd=root, capture_output=True, text=True, check=False)
-    head = git(["git", "rev-parse", "--short", "HEAD"]).stdout.strip()
-    changed = git(["git", "status", "--porcelain", "--untracked-files=no"]).stdout.strip()
-    return (head + "+" * bool(changed)) or "unknown"
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Times the kernels.")
     parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS), help="what to time")
@@ -260,7 +250,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print the report instead of tables")
     options = parser.parse_args(arguments)
     device = jax.devices()[0].device_kind
-    setting = {"device": device, "jax": jax.__version__, "commit": commit()}
+    setting = {"device": device, "jax": jax.__version__, "commit": commit_id()}
     ops = [op for op in OPS if op in options.ops]
     if jax.default_backend() == "gpu":
         found, rates = time_ops(ops, options.sweep)

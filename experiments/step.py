@@ -26,7 +26,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from experiments.kernels import commit as git_commit
+from experiments.checkout import commit_id
 from experiments.kernels import log, matrix_rate, read_rate
 from experiments.profiles import busy, by_name
 from pallas_kernels.benchmark import compile_chain
@@ -412,7 +412,7 @@ def main(arguments: list[str] | None = None) -> None:
     setting = {
         "device": device,
         "jax": jax.__version__,
-        "commit": git_commit(),
+        "commit": commit_id(),
         "preset": options.preset,
     }
     begin = time.perf_counter()

@@ -33,10 +33,18 @@ def prepare(
     keys = key_heads * key_dim
     q, k, v = jnp.split(jax.nn.silu(y), [keys, 2 * keys], axis=-1)
     q, k = (u.reshape(rows, key_heads, key_dim) for u in (q, k))
-    a, b, a_log, dt_bias = (u.astype(jnp.float32) for u in (a, b, a_log, dt_bias))
-    g = -jnp.exp(a_log) * jax.nn.softplus(a + dt_bias)
-    v, beta = v.reshape(rows, value_heads, -1), jax.nn.sigmoid(b)
+    g, beta = gates(a, b, a_log, dt_bias)
+    v = v.reshape(rows, value_heads, -1)
     return q, k, v, g, beta, unit_scale(q, key_dim**-0.5), unit_scale(k, 1.0)
+
+
+def gates(
+    a: jax.Array, b: jax.Array, a_log: jax.Array, dt_bias: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Log-decay g <= 0 and write strength beta in (0, 1), both float32 [T, HV], of projections."""
+    steps = jax.nn.softplus(a.astype(jnp.float32) + dt_bias.astype(jnp.float32))
+    g = -jnp.exp(a_log.astype(jnp.float32)) * steps
+    return g, jax.nn.sigmoid(b.astype(jnp.float32))
 
 
 def finish(out: jax.Array, z: jax.Array, weight: jax.Array, eps: float, column: int) -> jax.Array:

@@ -19,15 +19,6 @@ from tfm_jax.models.layers import EXACT
 CHUNK = 64
 
 
-def gates(
-    a: jax.Array, b: jax.Array, a_log: jax.Array, dt_bias: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Log-decay g <= 0 and write strength beta in (0, 1), both float32 [T, HV]."""
-    steps = jax.nn.softplus(a.astype(jnp.float32) + dt_bias.astype(jnp.float32))
-    g = -jnp.exp(a_log.astype(jnp.float32)) * steps
-    return g, jax.nn.sigmoid(b.astype(jnp.float32))
-
-
 def unit_length(x: jax.Array) -> jax.Array:
     """`x / sqrt(sum(x^2) + 1e-6)` over the last axis, float32."""
     x = x.astype(jnp.float32)

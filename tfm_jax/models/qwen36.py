@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels import gdn_tree
-from pallas_kernels.gdn_inputs import Columns, gdn_inputs, gdn_output
+from pallas_kernels.gdn_inputs import Columns, gates, gdn_inputs, gdn_output
 from pallas_kernels.tree_attention import tree_attention
 from tfm_jax.config import LINEAR, VerifierConfig
-from tfm_jax.models.gated_delta import chunked_delta_rule, gates, unit_length
+from tfm_jax.models.gated_delta import chunked_delta_rule, unit_length
 from tfm_jax.models.layers import (
     GatedMLP,
     Linear,
