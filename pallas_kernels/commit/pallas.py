@@ -160,25 +160,24 @@ def _advance_state(path_ref, count_ref, pending, states, states_out, unit, layer
 
     def fetch(i):
         k_ref, u_ref, log_decay_ref, *scale_ref = pending[i]
-        return (
-            load(states[i], head, keys, columns),
-            _gather(k_ref, row, live, key_head, keys),
-            _gather(u_ref, row, live, head, columns),
-            _pick(log_decay_ref, row, live, head),
-            *(_pick(ref, row, live, key_head) for ref in scale_ref),
-        )
+        log_decay = _pick(log_decay_ref, row, live, head)
+        last = jnp.sum(jnp.where(step == count - 1, log_decay, 0.0))
+        weight = jnp.exp(last - log_decay)
+        for ref in scale_ref:
+            weight = weight * _pick(ref, row, live, key_head)
+        u = _gather(u_ref, row, live, head, columns)
+        k = _gather(k_ref, row, live, key_head, keys)
+        return k, weight[:, None] * u, jnp.exp(last)
 
-    # All that has to come from memory is asked for at once, by addresses that hardly have to.
-    fetches = [functools.partial(fetch, i) for i in range(len(states))]
-    state, k, u, log_decay, *scale = _branch(layer, fetches)
-    last = jnp.sum(jnp.where(step == count - 1, log_decay, 0.0))
-    weight = jnp.exp(last - log_decay)
-    for factor in scale:
-        weight = weight * factor
-    added = dot(split(k.T, "bf16x6"), split(weight[:, None] * u, "bf16x6"))
-    state = jnp.exp(last) * state + added
-    stores = [functools.partial(store, out, state, head, keys, columns) for out in states_out]
-    _branch(layer, stores)
+    k, u, decay = _branch(layer, [functools.partial(fetch, i) for i in range(len(states))])
+    added = dot(split(k.T, "bf16x6"), split(u, "bf16x6"))
+
+    # Read only now: Triton cannot place a branch's result in the layout of a product's sum.
+    def update(i):
+        state = decay * load(states[i], head, keys, columns) + added
+        store(states_out[i], state, head, keys, columns)
+
+    _branch(layer, [functools.partial(update, i) for i in range(len(states))])
 
 
 def _gather(ref, rows: jax.Array, live: jax.Array, head: jax.Array, columns: pl.Slice):
