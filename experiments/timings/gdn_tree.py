@@ -19,7 +19,7 @@ CONFIGS = {
     128: ((16, 4, 4), (32, 4, 4), (64, 4, 4)),
 }
 # Of the baseline, by the rows of the tree: (block_v, num_warps).
-PER_BRANCH = {128: ((32, 4), (16, 2), (16, 4), (64, 8))}
+PER_BRANCH = {128: ((32, 4), (32, 2), (64, 4), (32, 8), (128, 8))}
 PER_BRANCH_ELSEWHERE = ((8, 1), (32, 4))
 
 

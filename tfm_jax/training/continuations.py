@@ -163,6 +163,30 @@ class Continuations:
         return batch
 
 
+def next_token(
+    verifier: Verifier,
+    token: jax.Array,
+    caches: tuple[Cache, ...],
+    position: jax.Array,
+    request: Request,
+) -> tuple[jax.Array, jax.Array, tuple[Cache, ...]]:
+    """One step of plain decoding: the token after `token`, its logits [V], caches that hold it.
+
+    Args:
+      verifier: the model.
+      token: int32 scalar, at `position`, which no cache holds yet.
+      caches: of the text before it.
+      position: int32 scalar.
+      request: how the next token is chosen; its limit and end tokens are not looked at.
+    """
+    shape = topology(plant(jnp.int32(0), 1), verifier.config.linear_conv_kernel_dim)
+    hidden, pending = verifier.verify(token[None], caches, position, shape)
+    logits = verifier.logits(hidden.final)
+    chosen = choose(logits, shape.depths, position[None] + 1, request)[0]
+    caches = advance(caches, pending, jnp.full((1,), ROOT), jnp.int32(1), position)
+    return chosen, logits[0], caches
+
+
 def write_on(
     verifier: Verifier,
     prompts: jax.Array,
@@ -188,27 +212,23 @@ def write_on(
     rows, width = prompts.shape
     if width > total:
         raise ValueError(f"prompts of {width} tokens do not fit texts of {total}")
-    shape = topology(plant(jnp.int32(0), 1), verifier.config.linear_conv_kernel_dim)
     common = make_request(
         Sampling(), end_tokens=(), vocab_limit=verifier.config.vocab_size, total=total
     )
-    path = jnp.full((1,), ROOT)
 
-    def next_token(
+    def following(
         token: jax.Array,
         caches: tuple[Cache, ...],
         temperature: jax.Array,
         seed: jax.Array,
         position: jax.Array,
     ) -> tuple[jax.Array, tuple[Cache, ...]]:
-        hidden, pending = verifier.verify(token[None], caches, position, shape)
-        request: Request = dataclasses.replace(common, temperature=temperature, seed=seed)
-        logits = verifier.logits(hidden.final)
-        chosen = choose(logits, shape.depths, position[None] + 1, request)[0]
-        return chosen, advance(caches, pending, path, jnp.int32(1), position)
+        request = dataclasses.replace(common, temperature=temperature, seed=seed)
+        chosen, _, caches = next_token(verifier, token, caches, position, request)
+        return chosen, caches
 
     # The position is the same in all rows: cache writes stay slices and do not become scatters.
-    in_all = jax.vmap(next_token, in_axes=(0, 0, 0, 0, None))
+    in_all = jax.vmap(following, in_axes=(0, 0, 0, 0, None))
 
     def step(
         position: jax.Array, carry: tuple[jax.Array, tuple[Cache, ...]]
