@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 import tfm_jax
+from experiments import bootstrap
 from experiments.checkout import commit_id
 from tfm_jax.config import Sampling, TreeConfig
 from tfm_jax.model import Generation, Model
@@ -30,13 +31,12 @@ def load_prompts(model: Model, domain: str, count: int, longest: int) -> list[li
     return [model.encode(row)[:longest].tolist() for row in rows]
 
 
-def interval(runs: list[Generation], resamples: int = 2000) -> tuple[float, float]:
+def interval(runs: list[Generation]) -> tuple[float, float]:
     """95 % bootstrap interval of the mean accepted length, resampling prompts."""
     emitted = np.array([run.stats.emitted_tokens for run in runs])
     rounds = np.array([run.stats.rounds for run in runs])
-    chosen = np.random.default_rng(0).integers(len(runs), size=(resamples, len(runs)))
-    means = emitted[chosen].sum(1) / rounds[chosen].sum(1)
-    low, high = np.quantile(means, [0.025, 0.975])
+    (chosen,) = bootstrap.draws([len(runs)])
+    low, high = bootstrap.interval(emitted[chosen].sum(1) / rounds[chosen].sum(1))
     return float(low), float(high)
 
 

@@ -74,16 +74,83 @@ def step_figure(result: dict[str, Any]) -> Figure | None:
     return figure
 
 
+def ceiling_figure(result: dict[str, Any]) -> Figure | None:
+    """Acceptance probability by depth at T = 1; None if it was not measured there."""
+    rows = [r for r in result["rows"] if r["domain"] == "macro" and r["temperature"] == 1]
+    if not rows:
+        return None
+    figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    depths = [row["depth"] for row in rows]
+
+    def values(name: str, of: str = "acceptance") -> list[Any]:
+        return [row[of][name] for row in rows]
+
+    for name, title, style in (
+        ("marginal", "drafter's marginal", "C0-"),
+        ("marginal_argmax", "argmax of the marginal", "C0--"),
+        ("weaver", "Weaver", "C3-"),
+        ("weaver_argmax", "argmax of Weaver", "C3--"),
+    ):
+        axes.plot(depths, values(name), style, label=title)
+        low, high = zip(*values(name, "ci95"), strict=True)
+        axes.fill_between(depths, low, high, color=style[:2], alpha=0.12, linewidth=0)
+    for low, high, title, color in (
+        ("oracle", "oracle_in_sample", "marginal oracle", "black"),
+        ("best", "best_in_sample", "best independent draft", "grey"),
+    ):
+        axes.fill_between(depths, values(low), values(high), color=color, alpha=0.35, label=title)
+    axes.set(
+        xlabel="depth",
+        ylabel="acceptance probability",
+        title="One drafted token along the verifier's texts, T = 1",
+        ylim=(0, 1),
+        xticks=depths,
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize="small")
+    return figure
+
+
+def ablation_figure(result: dict[str, Any]) -> Figure:
+    """Accepted length of every setting as a share of the base's, with paired intervals."""
+    rows = [row for row in result["rows"] if row["part"] != "base"]
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    figure, axes = plt.subplots(figsize=(6.4, 1.2 + 0.28 * len(names)), layout="constrained")
+    temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
+    for i, temperature in enumerate(temperatures):
+        found = [row for row in rows if row["temperature"] == temperature]
+        places = [
+            names.index(row["name"]) + 0.2 * (i - (len(temperatures) - 1) / 2) for row in found
+        ]
+        shares = [row["to_base"] for row in found]
+        reach = [
+            [row["to_base"] - row["to_base_ci95"][0] for row in found],
+            [row["to_base_ci95"][1] - row["to_base"] for row in found],
+        ]
+        axes.errorbar(
+            shares, places, xerr=reach, fmt="o", markersize=4, label=f"T = {temperature:g}"
+        )
+    axes.axvline(1.0, color="grey", linestyle=":")
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set(xlabel="mean accepted length, share of the base's")
+    axes.grid(alpha=0.3, axis="x")
+    axes.legend(frameon=False, fontsize="small")
+    return figure
+
+
 FIGURES: dict[str, Callable[[dict[str, Any]], Figure | None]] = {
-    "kernels": kernel_figure,
-    "step": step_figure,
+    "kernels_nvidia*.json": kernel_figure,
+    "step_nvidia*.json": step_figure,
+    "ceiling.json": ceiling_figure,
+    "ablation.json": ablation_figure,
 }
 
 
 def draw(results: Path = RESULTS) -> Iterator[Path]:
-    """Draws every figure that has a result measured on a GPU; yields the files."""
-    for name, figure in FIGURES.items():
-        for source in sorted(results.glob(f"{name}_nvidia*.json")):
+    """Draws every figure that has a result, times only of a GPU; yields the files."""
+    for pattern, figure in FIGURES.items():
+        for source in sorted(results.glob(pattern)):
             target = source.with_suffix(".svg")
             drawn = figure(json.loads(source.read_text("utf-8")))
             if drawn is None:

@@ -188,8 +188,144 @@ def step_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+SHOWN_DEPTHS = (1, 2, 3, 4, 6, 8, 11, 15)
+CEILING_COLUMNS = {
+    "drafter's marginal": ("marginal",),
+    "its argmax": ("marginal_argmax",),
+    "marginal oracle": ("oracle", "oracle_in_sample"),
+    "best independent draft": ("best", "best_in_sample"),
+    "Weaver": ("weaver",),
+    "its argmax ": ("weaver_argmax",),
+}
+
+
+def ceiling_table(result: dict[str, Any]) -> str:
+    """Acceptance probability by depth, macro average over domains, for every temperature."""
+    setting = result["setting"]
+    macro = [row for row in result["rows"] if row["domain"] == "macro"]
+    lines = ["![Acceptance probability by depth](experiments/results/ceiling.svg)"]
+    for temperature in dict.fromkeys(row["temperature"] for row in macro):
+        rows = [row for row in macro if row["temperature"] == temperature]
+        columns = {
+            title: names
+            for title, names in CEILING_COLUMNS.items()
+            if names[0] in rows[0]["acceptance"]
+        }
+        lines += [
+            "",
+            f"Acceptance probability of one drafted token at T = {temperature:g}, along the "
+            "verifier's own texts:",
+            "",
+            f"| depth | {' | '.join(title.strip() for title in columns)} |",
+            f"| --- |{' --- |' * len(columns)}",
+        ]
+        lines += [
+            f"| {row['depth']} | "
+            + " | ".join(_span(row["acceptance"], names) for names in columns.values())
+            + " |"
+            for row in rows
+            if row["depth"] in SHOWN_DEPTHS
+        ]
+        lines += ["", *_passes(rows), *_by_samples(result["samples"], temperature)]
+    prompts = setting["prompts"]
+    lines += [
+        "",
+        "A draft that is drawn is accepted with probability 1 - TV, a point mass (argmax) with the "
+        "target's probability of it. No draft that ignores the realised tokens can beat the fourth "
+        "column on average; the oracles are brackets, from judging them on other samples than "
+        f"they were made from to the same ones, {setting['samples']} continuations a context. "
+        f"Pocket trio, {setting['dtype']}, {setting['device']}, jax {setting['jax']}, commit "
+        f"{setting['commit']}; {', '.join(f'{n} {d}' for d, n in prompts.items())} prompts, "
+        f"{setting['anchors']} contexts each, mean over prompts and then over domains.",
+    ]
+    return "\n".join(lines)
+
+
+def _span(values: dict[str, float], names: tuple[str, ...]) -> str:
+    return " to ".join(f"{values[name]:.2f}" for name in names)
+
+
+def _passes(rows: list[dict[str, Any]]) -> list[str]:
+    """From which depth on Weaver is above the ceilings, the whole interval of the difference."""
+    found = []
+    for name, title in (
+        ("oracle_in_sample", "the marginal oracle"),
+        ("best_in_sample", "the best independent draft"),
+    ):
+        if "weaver_above" not in rows[0]:
+            continue
+        below = [row["depth"] for row in rows if row["weaver_above"][name]["ci95"][0] <= 0]
+        first = max(below, default=0) + 1
+        if first <= rows[-1]["depth"]:
+            found.append(
+                f"From depth {first} on Weaver is above {title}, by its higher estimate and with "
+                "the whole 95% interval of the difference."
+            )
+    return found
+
+
+def _by_samples(rows: list[dict[str, Any]], temperature: float) -> list[str]:
+    """How far the oracles' brackets depend on the number of continuations."""
+    found = []
+    for row in rows:
+        if row["temperature"] != temperature:
+            continue
+        low, high, best_low, best_high = (
+            sum(row[name]) / len(row[name])
+            for name in ("oracle", "oracle_in_sample", "best", "best_in_sample")
+        )
+        found.append(
+            f"{row['samples']}: {low:.3f} to {high:.3f}, {best_low:.3f} to {best_high:.3f}"
+        )
+    if not found:
+        return []
+    return [
+        f"The two oracles, averaged over depths, by continuations a context: {'; '.join(found)}."
+    ]
+
+
+def ablation_table(result: dict[str, Any]) -> str:
+    """Mean accepted length of every setting, one line each, and its share of the base's."""
+    setting, rows = result["setting"], result["rows"]
+    temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
+    cells: dict[str, dict[float, str]] = {}
+    for row in rows:
+        low, high = row["to_base_ci95"]
+        share = f"{row['to_base']:.1%} ({low:.1%} to {high:.1%})"
+        text = f"**{row['mean_accepted_length']:.2f}**"
+        text += "" if row["part"] == "base" else f", {share}"
+        cells.setdefault(row["name"], {})[row["temperature"]] = text
+    base = rows[0]
+    titles = " | ".join(f"T = {t:g}" for t in temperatures)
+    lines = [
+        f"Mean accepted length of `tfm` (B = {base['budget']}, w = {base['expand']}, K = "
+        f"{base['pool']}, {base['children']} children, depth {base['depth']}) as one part at a "
+        "time is changed, and its share of the base's (95% interval, paired by prompt):",
+        "",
+        f"| changed | {titles} |",
+        f"| --- |{' --- |' * len(temperatures)}",
+    ]
+    lines += [
+        f"| {name} | {' | '.join(by_t[t] for t in temperatures)} |" for name, by_t in cells.items()
+    ]
+    prompts = setting["prompts"]
+    lines += [
+        "",
+        "A state that Weaver is left without is replaced by its mean over contexts; nothing is "
+        f"trained again. Pocket trio, {setting['dtype']}, {setting['device']}, jax "
+        f"{setting['jax']}, commit {setting['commit']}; "
+        f"{', '.join(f'{n} {d}' for d, n in prompts.items())} prompts cut to "
+        f"{setting['longest_prompt']} tokens, {setting['new_tokens']} new tokens each, macro "
+        "average over domains, shared noise at T = 1. "
+        "[As a figure](experiments/results/ablation.svg).",
+    ]
+    return "\n".join(lines)
+
+
 SECTIONS = {
     "acceptance": ("acceptance*.json", acceptance_table),
+    "ceiling": ("ceiling.json", ceiling_table),
+    "ablation": ("ablation.json", ablation_table),
     "speed": ("pocket_speed_nvidia*.json", speed_table),
     "step": ("step_nvidia*.json", step_table),
     "kernels": ("kernels_nvidia*.json", kernel_table),

@@ -1,10 +1,11 @@
-"""Figures are drawn of whatever a report holds."""
+"""Figures are drawn and tables written of whatever a report holds."""
 
 from __future__ import annotations
 
 import json
 
 from experiments.figures import draw
+from experiments.report import ablation_table, ceiling_table
 
 KERNELS = {
     "device": "NVIDIA H200",
@@ -32,11 +33,84 @@ STEP = {
     + [{"method": "ar", "budget": 0, "context": 8192, "round_ms": 16.0}],
 }
 
+SETTING = {
+    "dtype": "float32",
+    "device": "NVIDIA H200",
+    "jax": "0.11.2",
+    "commit": "abc1234",
+    "prompts": {"code": 20},
+}
+NAMES = ("marginal", "marginal_argmax", "oracle", "oracle_in_sample", "best", "best_in_sample")
+
+
+def ceiling_row(depth: int, above: float) -> dict:
+    values = dict.fromkeys((*NAMES, "weaver", "weaver_argmax"), 0.25)
+    gain = {"mean": above, "ci95": [above - 0.01, above + 0.01]}
+    return {
+        "temperature": 1.0,
+        "domain": "macro",
+        "depth": depth,
+        "acceptance": values,
+        "ci95": {name: [0.2, 0.3] for name in values},
+        "weaver_above": {"oracle_in_sample": gain, "best_in_sample": gain},
+    }
+
+
+CEILING = {
+    "setting": {**SETTING, "samples": 128, "anchors": 4},
+    # Above at depth 2, but not at 3: the claim starts after the last depth that fails.
+    "samples": [
+        {"temperature": 1.0, "samples": n}
+        | {name: [x, x + 0.2] for name, x in zip(NAMES[2:], (0.1, 0.2, 0.3, 0.4), strict=True)}
+        for n in (8, 16)
+    ],
+    "rows": [ceiling_row(d, above) for d, above in ((1, -0.2), (2, 0.1), (3, 0.005), (4, 0.1))],
+}
+ABLATION = {
+    "setting": {**SETTING, "longest_prompt": 256, "new_tokens": 128},
+    "rows": [
+        {
+            "temperature": temperature,
+            "part": part,
+            "name": name,
+            "budget": 64,
+            "pool": 512,
+            "expand": 4,
+            "children": 32,
+            "depth": 15,
+            "mean_accepted_length": length,
+            "to_base": length / 4,
+            "to_base_ci95": [length / 4 - 0.01, length / 4 + 0.01],
+        }
+        for temperature in (0.0, 1.0)
+        for part, name, length in (("base", "base", 4.0), ("expand", "w = 8", 3.0))
+    ],
+}
+
 
 def test_every_report_of_a_gpu_is_drawn(tmp_path):
     (tmp_path / "kernels_nvidia_h200.json").write_text(json.dumps(KERNELS))
     (tmp_path / "step_nvidia_h200.json").write_text(json.dumps(STEP))
+    (tmp_path / "ceiling.json").write_text(json.dumps(CEILING))
+    (tmp_path / "ablation.json").write_text(json.dumps(ABLATION))
     (tmp_path / "kernels_cpu.json").write_text("not read")
     drawn = {path.name: path.read_text() for path in draw(tmp_path)}
-    assert set(drawn) == {"kernels_nvidia_h200.svg", "step_nvidia_h200.svg"}
+    names = ("kernels_nvidia_h200", "step_nvidia_h200", "ceiling", "ablation")
+    assert set(drawn) == {f"{name}.svg" for name in names}
     assert all(text.lstrip().startswith("<?xml") for text in drawn.values())
+
+
+def test_the_ceiling_is_claimed_from_where_it_holds_throughout():
+    table = ceiling_table(CEILING)
+    assert "| 1 | 0.25 | 0.25 | 0.25 to 0.25 | 0.25 to 0.25 | 0.25 | 0.25 |" in table
+    assert "From depth 4 on Weaver is above the marginal oracle" in table
+    assert "8: 0.200 to 0.300, 0.400 to 0.500; 16: 0.200" in table
+    never = {**CEILING, "rows": [ceiling_row(d, -0.1) for d in (1, 2)]}
+    assert "Weaver is above" not in ceiling_table(never)
+
+
+def test_a_setting_has_a_line_with_all_temperatures():
+    table = ablation_table(ABLATION)
+    assert "| base | **4.00** | **4.00** |" in table
+    change = "**3.00**, 75.0% (74.0% to 76.0%)"
+    assert f"| w = 8 | {change} | {change} |" in table

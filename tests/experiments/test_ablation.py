@@ -1,0 +1,121 @@
+"""Accepted lengths without a verifier are those of decoding, and are averaged as said."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import ablation
+from experiments.ablation import States, Variant
+from tfm_jax.config import Sampling, TreeConfig
+from tfm_jax.decoding.state import Trio
+from tfm_jax.model import Model
+
+SHAPE = TreeConfig(budget=24, expand=3, children=12, pool=40)
+PROMPT = np.random.default_rng(3).integers(6, 80, 21).tolist()
+
+
+@pytest.fixture(scope="module")
+def model(tiny_trio: Trio) -> Model:
+    return Model(trio=tiny_trio, tokenizer=None, end_tokens=())
+
+
+@pytest.mark.parametrize("method", ["tfm", "ddtree"])
+def test_rounds_are_those_of_decoding(model: Model, method):
+    setting = Variant(part="base", method=method, shape=SHAPE)
+    longest = 0
+    for temperature in (0.0, 1.0):
+        samples = ablation.make_samples(model, {"code": [PROMPT[:9], PROMPT]}, temperature, 40)
+        programs = ablation.compile_programs(model.trio, [setting], samples[0])
+        for seed, (sample, prompt) in enumerate(zip(samples, (PROMPT[:9], PROMPT), strict=True)):
+            run = model.generate(
+                prompt,
+                max_new_tokens=40,
+                method=method,
+                tree=SHAPE,
+                sampling=Sampling(temperature=temperature, seed=seed),
+            )
+            program = programs[setting.program]
+            rounds = ablation.rounds_of(program, model.trio, sample, sample.states)
+            assert tuple(rounds) == run.stats.accepted_lengths
+            longest = max(longest, *rounds)
+    assert longest >= 3
+
+
+def test_what_weaver_is_fed_and_how_deep_trees_go_matter(model: Model):
+    (sample,) = ablation.make_samples(model, {"code": [PROMPT]}, 1.0, 40)
+    base = Variant(part="base", shape=SHAPE)
+    shallow = Variant(part="depth", shape=SHAPE, depth=1)
+    programs = ablation.compile_programs(model.trio, [base, shallow], sample)
+
+    def lengths(setting: Variant, fed: States) -> np.ndarray:
+        arguments = (sample.tokens, sample.anchors, sample.states, fed, sample.request)
+        return np.asarray(programs[setting.program](model.trio, *arguments))
+
+    full = lengths(base, sample.states)
+    for name in ("verifier", "drafter"):
+        other = dataclasses.replace(
+            sample.states, **{name: jnp.roll(getattr(sample.states, name), 5, axis=0)}
+        )
+        assert (lengths(base, other) != full).any()
+    assert lengths(shallow, sample.states).max() == 2
+
+
+def test_a_walk_goes_on_by_what_was_accepted():
+    assert ablation.walk(np.asarray([3, 9, 9, 1, 2, 9, 4, 9])) == [3, 1, 2, 2]
+    assert ablation.walk(np.asarray([1, 1])) == [1, 1]
+
+
+def test_lengths_are_pooled_over_prompts_and_averaged_over_domains():
+    base = ablation.by_domain(["code", "code", "chat"], [[4, 4], [2, 1, 1], [6]])
+    assert base["code"].tolist() == [[8, 2], [4, 3]]
+    half = ablation.by_domain(
+        ["code", "code", "chat"], [[2] * 4, [1, 1, 0.5, 0.5, 0.5, 0.5], [3, 3]]
+    )
+    own = ablation.summarise(half, base)
+    assert own["by_domain"] == {"code": 1.2, "chat": 3.0}
+    assert own["mean_accepted_length"] == 2.1
+    assert own["ci95"][0] < 2.1 < own["ci95"][1]
+    # Exactly half of the base for every prompt: paired draws leave no spread.
+    assert own["to_base"] == 0.5
+    assert own["to_base_ci95"] == [0.5, 0.5]
+
+
+def test_the_whole_experiment(model: Model, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(ablation.tfm_jax, "load", lambda *_, **__: model)
+    monkeypatch.setattr(ablation, "load_prompts", lambda *_: [PROMPT])
+    shallow = Variant(part="depth", shape=SHAPE, depth=2)
+    blind = Variant(part="states", shape=SHAPE, drafter_states=False)
+    settings = [Variant(part="base", shape=SHAPE), shallow, blind]
+    monkeypatch.setattr(ablation, "variants", lambda: settings)
+    out = tmp_path / "ablation.json"
+    ablation.main(
+        ["--temperatures", "1", "--new-tokens", "24", "--domains", "code", "--out", str(out)]
+    )
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["depth"] for row in rows] == [7, 2, 7]
+    assert [row["name"] for row in rows] == [
+        "base",
+        "depth 2",
+        "Weaver without drafter states",
+    ]
+    assert rows[0]["to_base"] == 1
+    assert "of the base" in capsys.readouterr().out
+
+
+def test_variants_differ_from_the_base_in_one_part():
+    base, *others = ablation.variants()
+    assert base.shape == TreeConfig()
+    for other in others:
+        fields = {"method", "depth", "verifier_state", "drafter_states"}
+        changed = [f for f in fields if getattr(other, f) != getattr(base, f)]
+        changed += [
+            f.name
+            for f in dataclasses.fields(TreeConfig)
+            if getattr(other.shape, f.name) != getattr(base.shape, f.name)
+        ]
+        assert len(changed) == 1 or (other.part == "states" and len(changed) == 2)
