@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels.choice import Implementation, choose, interpreted
 from pallas_kernels.concrete import concrete
 from pallas_kernels.tree_attention import pallas, reference, xla
+from pallas_kernels.tree_attention.gate import Gate, check_gate
 
 
 def tree_attention(
@@ -18,6 +19,7 @@ def tree_attention(
     length: jax.Array | int,
     *,
     scale: float | None = None,
+    gate: Gate | None = None,
     implementation: Implementation = "auto",
 ) -> jax.Array:
     """Returns softmax attention of tree rows over a cache and their own keys, [N, H, D].
@@ -35,6 +37,7 @@ def tree_attention(
       keys, values: [G, capacity, D], the type of `q`; rows from `length` on may hold anything.
       length: int32 scalar, 0 <= length <= capacity; may be traced.
       scale: of the scores, positive; D ** -0.5 if not given.
+      gate: its sigmoid multiplies the result before that is rounded.
       implementation: "auto" takes "pallas" on a GPU that supports the shape, else "xla".
         "pallas" runs interpreted on a CPU. "reference" forms all scores.
 
@@ -52,13 +55,15 @@ def tree_attention(
     factor = float(size**-0.5 if scale is None else scale)
     if not 0 < factor < float("inf"):
         raise ValueError(f"scale must be positive, got {factor}")
+    if gate is not None:
+        check_gate(gate, *q.shape)
     chosen = choose("tree_attention", implementation, pallas.refusal(size))
     args = (q, own_keys, own_values, visible, keys, values, jnp.asarray(length, jnp.int32))
     if chosen == "reference":
-        return reference.attend(*args, scale=factor)
+        return reference.attend(*args, scale=factor, gate=gate)
     if chosen == "xla":
-        return xla.attend(*args, scale=factor)
-    return pallas.attend(*args, scale=factor, interpret=interpreted())
+        return xla.attend(*args, scale=factor, gate=gate)
+    return pallas.attend(*args, scale=factor, gate=gate, interpret=interpreted())
 
 
 def _check(

@@ -19,6 +19,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.blocks import MIN_BLOCK, padded, span
 from pallas_kernels.splitting import dot, split
+from pallas_kernels.tree_attention.gate import Gate
 
 MAX_SIZE = 256
 _PROCESSORS = 132
@@ -107,6 +108,7 @@ def attend(
     length: jax.Array,
     *,
     scale: float,
+    gate: Gate | None = None,
     config: Config | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -152,6 +154,7 @@ def attend(
             heads=heads,
             nodes=nodes,
             capacity=capacity,
+            gate_columns=None if gate is None else (gate.first, gate.step),
             joined=joined,
             block_d=block_d,
             block_k=config.block_k,
@@ -161,7 +164,7 @@ def attend(
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="tree_attention_join",
-    )(length, *parts)
+    )(length, *parts, *(() if gate is None else (gate.logits,)))
     return out.reshape(q.shape)
 
 
@@ -326,21 +329,26 @@ def _join_kernel(
     mix_ref,
     top_ref,
     sum_ref,
-    out_ref,
-    *,
+    *gate_and_out_refs,
     bands: tuple[_Band, ...],
     heads: int,
     nodes: int,
     capacity: int,
+    gate_columns: tuple[int, int] | None,
     joined: int,
     block_d: int,
     block_k: int,
 ):
+    *gate_refs, out_ref = gate_and_out_refs
     chunk, row = pl.program_id(0), pl.program_id(1)
     groups, size = mix_ref.shape[1], mix_ref.shape[3]
     ratio = heads // groups
     node, member = lax.div(row, heads), lax.rem(row, heads)
     head, flat = lax.div(member, ratio), node * ratio + lax.rem(member, ratio)
+    logits = None
+    if gate_columns is not None:  # asked for before anything is waited for
+        first, step = gate_columns
+        logits = _columns(gate_refs[0], node, first + member * step, chunk, block_d, size)
     length = jnp.clip(length_ref[0], 0, capacity)
     *_, active = _cut(nodes, length, bands[0].splits, block_k)
     for band in bands[1:]:
@@ -362,6 +370,8 @@ def _join_kernel(
     total = jnp.sum(weight * total)
     out = jnp.sum(weight[:, None] * mixed, axis=0) / jnp.where(total > 0, total, 1.0)
     mask = _inside(size, chunk, (block_d,))
+    if logits is not None:
+        out = out * jax.nn.sigmoid(logits.astype(jnp.float32))
     pltriton.store(out_ref.at[row, columns], out.astype(out_ref.dtype), mask=mask)
 
 
@@ -397,6 +407,13 @@ def _rows(ref, index: jax.Array, there: jax.Array, chunk: int, config: Config) -
     return pltriton.load(
         ref.at[index[:, None], column[None, :]], mask=mask, other=jnp.zeros((), ref.dtype)
     )
+
+
+def _columns(ref, row, first, chunk, block_d: int, size: int) -> jax.Array:
+    """A chunk of the `size` columns of a row from `first` on, zeros beyond them."""
+    column = chunk * block_d + lax.broadcasted_iota(jnp.int32, (block_d,), 0)
+    index = (jnp.full(column.shape, row, jnp.int32), first + column)
+    return pltriton.load(ref.at[index], mask=column < size, other=jnp.zeros((), ref.dtype))
 
 
 def _tile(ref, head, start, there: jax.Array | None, chunk: int, config: Config) -> jax.Array:

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.tree_attention.gate import Gate
+
 
 def attend(
     q: jax.Array,
@@ -15,6 +17,7 @@ def attend(
     length: jax.Array,
     *,
     scale: float,
+    gate: Gate | None = None,
 ) -> jax.Array:
     """Returns [N, H, D] in the type of `q`, computed in float32. Shapes as in `tree_attention`."""
     nodes, heads, size = q.shape
@@ -33,4 +36,7 @@ def attend(
     total = jnp.sum(weights, axis=-1, keepdims=True)
     mixed = jnp.einsum("ngrs,gsd->ngrd", weights, v, precision=lax.Precision.HIGHEST)
     out = mixed / jnp.where(total > 0, total, 1.0)
-    return out.reshape(q.shape).astype(q.dtype)
+    out = out.reshape(q.shape)
+    if gate is not None:
+        out = out * gate.factors(heads, size)
+    return out.astype(q.dtype)

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.tree_attention.gate import Gate
+
 TOLERANCE = {"bfloat16": 2e-3, "float32": 1e-5}
 
 
@@ -116,6 +118,32 @@ def _make_tree(spec: Spec, rng: np.random.Generator) -> np.ndarray:
     nodes = spec.nodes - spec.blind
     visible[nodes:] = False
     return visible
+
+
+def make_gate(spec: Spec, dtype=jnp.float32, seed: int = 1) -> Gate:
+    """Returns a gate as a joined projection holds it, NaN in all columns between its logits.
+
+    Logits of the first row's first head are too large for a plain exponential.
+    """
+    rng = np.random.default_rng(seed)
+    heads, first, step = spec.groups * spec.ratio, spec.size + 8, 2 * spec.size
+    wide = np.full((spec.nodes, first + heads * step), np.nan, np.float32)
+    for head in range(heads):
+        columns = slice(first + head * step, first + head * step + spec.size)
+        wide[:, columns] = rng.standard_normal((spec.nodes, spec.size)) * 3
+    wide[0, first : first + spec.size] *= 100
+    return Gate(logits=jnp.asarray(wide, dtype), first=first, step=step)
+
+
+def solve_gated(exact: np.ndarray, gate: Gate) -> np.ndarray:
+    """Returns `exact` [N, H, D] times the gate's sigmoid, in float64 numpy."""
+    logits = np.asarray(gate.logits, np.float64)
+    _, heads, size = exact.shape
+    factors = np.empty_like(exact)
+    for head in range(heads):
+        start = gate.first + head * gate.step
+        factors[:, head] = np.exp(-np.logaddexp(0, -logits[:, start : start + size]))
+    return exact * factors
 
 
 def solve(inputs: Inputs) -> np.ndarray:

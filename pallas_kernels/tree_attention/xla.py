@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.tree_attention.gate import Gate
+
 BLOCK = 2048  # cache rows at a time: large products, scores of a few megabytes
 _NOTHING = -1e30  # below every score, and finite: its difference to itself is zero
 
@@ -23,6 +25,7 @@ def attend(
     length: jax.Array,
     *,
     scale: float,
+    gate: Gate | None = None,
     block: int = BLOCK,
 ) -> jax.Array:
     """Returns [N, H, D] in the type of `q`. Shapes as in `tree_attention`."""
@@ -52,6 +55,8 @@ def attend(
     _, total, mixed = lax.fori_loop(0, blocks, step, state)
     out = mixed / jnp.where(total > 0, total, 1.0)[..., None]
     out = out.reshape(groups, nodes, ratio, size).swapaxes(0, 1).reshape(q.shape)
+    if gate is not None:
+        out = out * gate.factors(heads, size)
     return out.astype(q.dtype)
 
 

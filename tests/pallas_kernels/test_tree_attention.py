@@ -11,7 +11,7 @@ import pytest
 from hopper import lower_for_hopper
 
 from pallas_kernels import choice
-from pallas_kernels.tree_attention import pallas, tree_attention, xla
+from pallas_kernels.tree_attention import Gate, pallas, tree_attention, xla
 from pallas_kernels.tree_attention.specs import (
     REAL,
     SMALL,
@@ -19,8 +19,10 @@ from pallas_kernels.tree_attention.specs import (
     Spec,
     benchmark_spec,
     error,
+    make_gate,
     make_inputs,
     solve,
+    solve_gated,
 )
 
 # Interpreted kernels are large programs: compile time is what these tests cost.
@@ -101,6 +103,31 @@ def test_scale():
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
+GATED = [spec for spec in SMALL if spec.name in ("length_97", "one_row")]
+
+
+@specs(GATED)
+@pytest.mark.parametrize("name", ["pallas", "blocks", "reference"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gate(name, spec, dtype):
+    """The same launch multiplies by the gate, read from a wide array full of NaN."""
+    inputs, gate = make_inputs(spec).rounded(), make_gate(spec, dtype)
+    out = compiled(name, spec.size)(*inputs.poisoned().arguments(dtype), gate=gate)
+    assert out.dtype == dtype
+    exact = solve_gated(solve(inputs), gate)
+    assert error(out, exact) < TOLERANCE[jnp.dtype(dtype).name]
+
+
+def test_gate_at_the_end_of_its_array():
+    """Logits of the last head may be the last columns."""
+    spec = GATED[1]
+    inputs, gate = make_inputs(spec), make_gate(spec)
+    tight = dataclasses.replace(gate, logits=gate.logits[:, : -spec.size])
+    for name in ("pallas", "blocks"):
+        call = functools.partial(compiled(name, spec.size), *inputs.arguments())
+        np.testing.assert_array_equal(call(gate=tight), call(gate=gate))
+
+
 def test_programs_and_splits_follow_rows_and_capacity():
     config = pallas.default_config(390, 256, jnp.dtype(jnp.bfloat16))
     (band,) = pallas._bands(390, 4, 2000, config)
@@ -131,6 +158,14 @@ def test_lowers_for_hopper(spec):
     call = functools.partial(pallas.attend, scale=0.1)
     for dtype in (jnp.bfloat16, jnp.float32) if spec.nodes == 65 else (jnp.bfloat16,):
         assert "xla.gpu.triton" in lower_for_hopper(call, *shapes(spec, dtype)), dtype
+
+
+def test_gate_lowers_for_hopper():
+    spec = benchmark_spec(65, 1024)
+    gate = Gate(logits=jax.ShapeDtypeStruct((65, 14336), jnp.bfloat16), first=256, step=512)
+    call = lambda gate, *args: pallas.attend(*args, scale=0.1, gate=gate)
+    text = lower_for_hopper(call, gate, *shapes(spec, jnp.bfloat16))
+    assert "65x14336xbf16" in text
 
 
 def test_two_bands_lower_for_hopper():
@@ -174,6 +209,12 @@ def test_large_heads_are_refused():
     assert jax.eval_shape(tree_attention, *args).shape == (1, 2, 264)
 
 
+def gate_of(logits=None, first: int = 0, step: int = 16) -> Gate:
+    return Gate(
+        logits=np.zeros((4, 64), np.float32) if logits is None else logits, first=first, step=step
+    )
+
+
 @pytest.mark.parametrize("size", [0, 8, 24])
 def test_configuration_refuses_sizes(size):
     with pytest.raises(ValueError, match=f"power of two >= 16, got {size}"):
@@ -196,6 +237,15 @@ def test_configuration_refuses_sizes(size):
         ({"length": np.zeros(2, np.int32)}, ValueError, "length must be an integer scalar"),
         ({"length": 1.5}, ValueError, "length must be an integer scalar"),
         ({"scale": 0.0}, ValueError, "scale must be positive, got 0"),
+        ({"gate": gate_of(np.zeros((4, 64), np.float16))}, TypeError, "gate logits must be float"),
+        (
+            {"gate": gate_of(first=-1)},
+            ValueError,
+            "gate must have first >= 0 and step >= 16, got -1",
+        ),
+        ({"gate": gate_of(step=15)}, ValueError, "first >= 0 and step >= 16, got 0 and 15"),
+        ({"gate": gate_of(first=1)}, ValueError, r"must be \[4, 65 or more\] for 4 heads of 16"),
+        ({"gate": gate_of(np.zeros((3, 64), np.float32))}, ValueError, r"got \(3, 64\)"),
         ({"implementation": "triton"}, ValueError, "implementation must be one of auto, pallas"),
     ],
 )

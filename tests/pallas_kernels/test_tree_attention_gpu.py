@@ -15,12 +15,15 @@ from pallas_kernels.tree_attention.specs import (
     TOLERANCE,
     Spec,
     error,
+    make_gate,
     make_inputs,
     solve,
+    solve_gated,
 )
 
 pytestmark = pytest.mark.gpu
 
+GATED = ("length_97", "one_row", "decode", "tree_65", "size_24_ratio_3")
 DTYPES = (jnp.float32, jnp.bfloat16)
 
 
@@ -71,6 +74,15 @@ def test_same_bits_twice(compiled, spec):
     first = compiled[key(args)](*args)
     for _ in range(5):
         np.testing.assert_array_equal(first, compiled[key(args)](*args))
+
+
+@specs(tuple(spec for spec in (*SMALL, *REAL) if spec.name in GATED))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gate(spec, dtype):
+    inputs, exact = problem(spec)
+    gate = make_gate(spec, dtype)
+    out = jax.jit(attend)(*inputs.poisoned().arguments(dtype), gate=gate)
+    assert error(out, solve_gated(exact, gate)) < TOLERANCE[jnp.dtype(dtype).name]
 
 
 def test_two_bands():
