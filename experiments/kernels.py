@@ -34,6 +34,7 @@ OPS = (
     "gdn_tree",
     "gdn_inputs",
     "add_norm",
+    "skinny_matmul",
     "commit",
     "tree_attention",
     "top_k",

@@ -12,7 +12,6 @@ EPS = 1e-6
 TOLERANCE = 4e-3  # one rounding of bfloat16
 SETS = 16  # a layer's activations never leave the cache between two launches
 CUTS = (
-    {"volatile": True},
     {"block": 1024},
     {"block": 8192, "num_warps": 16},
 )
@@ -21,12 +20,13 @@ CUTS = (
 def cases(*, tiny: bool, sweep: bool = False) -> list[Case]:
     """Returns the cases by rows."""
     if tiny:
-        return [_case(SMALL[6], [{}])]
+        return [_case(SMALL[0], [{}])]
     swept = (1, 65) if sweep else ()
-    return [
+    whole = [
         _case(benchmark_spec(rows), [{}, *(CUTS if rows in swept else ())])
         for rows in (1, 16, 65, 128)
     ]
+    return [*whole, *(_case(benchmark_spec(rows, parts=3), [{}]) for rows in (1, 65))]
 
 
 def _case(spec: Spec, cuts: list[dict]) -> Case:
@@ -43,9 +43,10 @@ def _case(spec: Spec, cuts: list[dict]) -> Case:
     def error(results) -> float:
         return max(relative_error(x, y.astype(float)) for x, y in zip(results, exact, strict=True))
 
-    x, _, weight = arguments
+    x, delta, weight = arguments
+    parts = {"parts": spec.parts} if spec.parts else {}
     return Case(
-        label={"nodes": spec.rows},
+        label={"nodes": spec.rows, **parts},
         sets=rotations(arguments, SETS),
         candidates=[
             *(candidate("pallas", _cut(cut), _note(cut)) for cut in cuts),
@@ -53,7 +54,7 @@ def _case(spec: Spec, cuts: list[dict]) -> Case:
         ],
         error=error,
         tolerance=TOLERANCE,
-        bytes=4 * x.nbytes + weight.nbytes,
+        bytes=3 * x.nbytes + delta.nbytes + weight.nbytes,
     )
 
 

@@ -1,6 +1,7 @@
 """Residual addition and norm: checks and choice of implementation."""
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.add_norm import pallas, reference, xla
 from pallas_kernels.checks import check_array
@@ -23,7 +24,8 @@ def add_norm(
 
     Args:
       x: [N, H] float32 or bfloat16.
-      delta: like `x`.
+      delta: like `x`, or float32 [S, N, H], parts that are summed in order and rounded to the type
+        of `x` first: a product as `skinny_matmul` leaves it.
       weight: [H] float32 or bfloat16.
       eps: added to the mean square.
       zero_centred: multiply by 1 + weight.
@@ -48,10 +50,13 @@ def add_norm(
 def _check(x, delta, weight) -> None:
     for name, array in (("x", x), ("delta", delta), ("weight", weight)):
         check_array(name, array)
-    if delta.dtype != x.dtype:
-        raise TypeError(f"delta must be {x.dtype} like x, got {delta.dtype}")
     if x.ndim != 2 or 0 in x.shape:
         raise ValueError(f"x must have two axes, none empty, got {x.shape}")
-    for name, array, shape in (("delta", delta, x.shape), ("weight", weight, x.shape[1:])):
-        if array.shape != shape:
-            raise ValueError(f"{name} must be {shape} for x {x.shape}, got {array.shape}")
+    parts = delta.ndim == 3 and delta.shape[0] > 0
+    if delta.dtype != (jnp.float32 if parts else x.dtype):
+        wanted = "float32 in parts" if parts else f"{x.dtype} like x"
+        raise TypeError(f"delta must be {wanted}, got {delta.dtype}")
+    if delta.shape[parts:] != x.shape:
+        raise ValueError(f"delta must be {x.shape} or [S, *{x.shape}], got {delta.shape}")
+    if weight.shape != x.shape[1:]:
+        raise ValueError(f"weight must be {x.shape[1:]} for x {x.shape}, got {weight.shape}")

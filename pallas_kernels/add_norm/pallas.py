@@ -25,13 +25,10 @@ class Config:
     Attributes:
       block: elements that are read with one instruction.
       num_warps: warps of a program.
-      volatile: reads the weight before anything is waited for, as it is written here, where the
-        assembler would put it off; from the second-level cache, as all that is read but once.
     """
 
     block: int = 2048
     num_warps: int = 8
-    volatile: bool = False
 
     def __post_init__(self):
         for name in ("block", "num_warps"):
@@ -93,10 +90,16 @@ def _kernel(
     row, size = pl.program_id(0), x_ref.shape[1]
     pieces = range(pl.cdiv(size, config.block))
     weights = [_load(weight_ref, (), i, config).astype(jnp.float32) for i in pieces]
-    terms = [[_load(ref, (row,), i, config) for ref in (x_ref, delta_ref)] for i in pieces]
+    split = delta_ref.ndim == 3
+    parts = [(i, row) for i in range(delta_ref.shape[0])] if split else [(row,)]
+    terms = [
+        (_load(x_ref, (row,), i, config), [_load(delta_ref, at, i, config) for at in parts])
+        for i in pieces
+    ]
     weighed, squares = [], jnp.zeros((config.block,), jnp.float32)
-    for i, (x, delta), weight in zip(pieces, terms, weights, strict=True):
-        total = (x.astype(jnp.float32) + delta.astype(jnp.float32)).astype(x.dtype)
+    for i, (x, deltas), weight in zip(pieces, terms, weights, strict=True):
+        delta = sum(deltas[1:], start=deltas[0]).astype(x.dtype).astype(jnp.float32)
+        total = (x.astype(jnp.float32) + delta).astype(x.dtype)
         store(total_ref, total, row, span(i, config.block))
         y = total.astype(jnp.float32)
         squares += y * y
@@ -112,7 +115,7 @@ def _load(ref, row: tuple, piece: int, config: Config) -> jax.Array:
     column = piece * config.block + lax.broadcasted_iota(jnp.int32, (config.block,), 0)
     index = (*(jnp.full(column.shape, i, jnp.int32) for i in row), column)
     if (piece + 1) * config.block <= ref.shape[-1]:
-        return pltriton.load(ref.at[index], volatile=config.volatile)
+        return pltriton.load(ref.at[index])
     zero = jnp.zeros((), ref.dtype)
     mask = column < ref.shape[-1]
-    return pltriton.load(ref.at[index], mask=mask, other=zero, volatile=config.volatile)
+    return pltriton.load(ref.at[index], mask=mask, other=zero)

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.add_norm.parts import joined
+
 
 def add(x: jax.Array, delta: jax.Array, weight: jax.Array, eps: float, zero_centred: bool):
     """Returns `(x + delta, norm)`. Arguments as in `add_norm`."""
@@ -15,4 +17,4 @@ def add(x: jax.Array, delta: jax.Array, weight: jax.Array, eps: float, zero_cent
         y = y / jnp.sqrt(jnp.sum(y * y) / y.size + eps) * factor
         return total, y.astype(x.dtype)
 
-    return lax.map(one_row, (x, delta))
+    return lax.map(one_row, (x, joined(delta, x.dtype)))

@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.add_norm.parts import joined
+
 
 def add(x: jax.Array, delta: jax.Array, weight: jax.Array, eps: float, zero_centred: bool):
     """Returns `(x + delta, norm)`. Arguments as in `add_norm`."""
-    total = x + delta
+    total = x + joined(delta, x.dtype)
     y = total.astype(jnp.float32)
     y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     weight = weight.astype(jnp.float32)

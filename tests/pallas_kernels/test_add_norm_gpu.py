@@ -16,7 +16,6 @@ EPS = 1e-6
 TOLERANCE = {"float32": 1e-6, "bfloat16": 4e-3}
 CUTS = {
     "small_block": pallas.Config(block=1024),
-    "volatile": pallas.Config(volatile=True),
     "large_block": pallas.Config(block=8192, num_warps=16),
 }
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels.add_norm import add_norm
+from pallas_kernels.skinny_matmul import skinny_matmul
 
 EXACT = jax.lax.Precision.HIGHEST
 MASKED = -1e30  # finite, so that a row with nothing to see gives zeros and no NaN
@@ -53,6 +54,10 @@ class Linear(nnx.Module):
         y = project(x, self.weight[...])
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
+    def parts(self, x: jax.Array) -> jax.Array:
+        """`x @ weight.T` of rows [N, in], or its parts, for `RMSNorm.after`; forward only."""
+        return skinny_matmul(x, self.weight[...].astype(x.dtype), parts=True)
+
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """`x / rms(x) * weight` over the last axis, float32 inside, in the dtype of `x`."""
@@ -77,7 +82,10 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, 1.0 + weight if self.zero_centred else weight, self.eps)
 
     def after(self, x: jax.Array, delta: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """`x + delta` [N, H] and its norm, in one launch on a GPU; forward only."""
+        """`x + delta` [N, H] and its norm, in one launch on a GPU; forward only.
+
+        `delta` is [N, H], or a product in parts [S, N, H].
+        """
         return add_norm(x, delta, self.weight[...], self.eps, zero_centred=self.zero_centred)
 
 
@@ -97,8 +105,9 @@ class Stacked(nnx.Module):
         return (0, *itertools.accumulate(self.sizes[:-1]))
 
     def joined(self, x: jax.Array) -> jax.Array:
-        """All outputs side by side, [..., sum of sizes]."""
-        return project(x, self.weight[...])
+        """All outputs side by side, [..., sum of sizes]; forward only."""
+        weight = self.weight[...].astype(x.dtype)
+        return skinny_matmul(x, weight) if x.ndim == 2 else project(x, weight)
 
     def __call__(self, x: jax.Array) -> list[jax.Array]:
         return jnp.split(self.joined(x), self.starts[1:], axis=-1)
@@ -135,8 +144,15 @@ class GatedMLP(Projections):
         self.down_proj = Linear(inner, hidden, rngs=rngs, dtype=dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down_proj(self._inner(x))
+
+    def parts(self, x: jax.Array) -> jax.Array:
+        """The result for rows [N, H], or its parts, for `RMSNorm.after`; forward only."""
+        return self.down_proj.parts(self._inner(x))
+
+    def _inner(self, x: jax.Array) -> jax.Array:
         gate, up = self.project_all(x)
-        return self.down_proj(jax.nn.silu(gate) * up)
+        return jax.nn.silu(gate) * up
 
 
 def stack_projections(network: nnx.Module) -> None:
