@@ -174,12 +174,15 @@ class GatedDeltaNet(Projections):
         )
         history = jax.lax.dynamic_slice_in_dim(line, count, width - 1)
         cache = LinearCache(state=state, history=history.astype(cache.history.dtype))
-        return self._output(z, out), cache
+        return self.out_proj(self._output(z, out)), cache
 
     def verify(
         self, h: jax.Array, cache: LinearCache, topology: Topology
     ) -> tuple[jax.Array, LinearPending]:
-        """Runs tree rows [N, H], each after its own path; nothing is committed."""
+        """Runs tree rows [N, H], each after its own path; nothing is committed.
+
+        The output [N, H] may come in parts, as `RMSNorm.after` takes it.
+        """
         c = self.config
         columns = None
         if self.stacked is None:
@@ -220,7 +223,8 @@ class GatedDeltaNet(Projections):
             log_decay=result.log_decay,
             inputs=inputs,
         )
-        return self._output(z, result.out, None if columns is None else columns.z), pending
+        out = self._output(z, result.out, None if columns is None else columns.z)
+        return self.out_proj.parts(out), pending
 
     def _heads(self, taps: list[jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         c = self.config
@@ -233,9 +237,8 @@ class GatedDeltaNet(Projections):
         return q * c.linear_key_head_dim**-0.5, k, v
 
     def _output(self, z: jax.Array, out: jax.Array, column: int | None = None) -> jax.Array:
-        return self.out_proj(
-            gdn_output(out, z, self.norm.weight[...], self.config.rms_norm_eps, column=column)
-        )
+        weight, eps = self.norm.weight[...], self.config.rms_norm_eps
+        return gdn_output(out, z, weight, eps, column=column)
 
 
 class GatedAttention(Projections):
@@ -328,7 +331,7 @@ class DecoderLayer(nnx.Module):
     def mix(
         self, h: jax.Array, cache: Cache, length: jax.Array, topology: Topology
     ) -> tuple[jax.Array, Pending]:
-        """What the mixer makes of normed tree rows `h` [N, H]."""
+        """What the mixer makes of normed tree rows `h` [N, H], perhaps in parts."""
         if isinstance(cache, LinearCache):
             return self.linear_attn.verify(h, cache, topology)
         positions = length + topology.depths
@@ -435,7 +438,7 @@ class Verifier(nnx.Module):
         for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             mixed, update = layer.mix(h, cache, length, topology)
             x, h = layer.post_attention_layernorm.after(x, mixed)
-            x, h = following[i].after(x, layer.mlp(h))
+            x, h = following[i].after(x, layer.mlp.parts(h))
             pending.append(update)
             if i in taps:
                 features[i] = x
