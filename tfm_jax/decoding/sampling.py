@@ -44,17 +44,20 @@ def choose(
       positions: [P] int32, distinct positions.
     """
     chex.assert_shape(depths, logits.shape[:1])
-    logits = hide_padding(logits, request.vocab_limit)
+
+    # Within the branches, where the mask joins what reads it: outside it would be a copy.
+    def real() -> jax.Array:
+        return hide_padding(logits, request.vocab_limit)
 
     def draw() -> jax.Array:
-        scaled = cool(logits, request.temperature)
+        scaled = cool(real(), request.temperature)
         filtered = (request.top_k > 0) | (request.top_p < 1) | (request.min_p > 0)
         scaled = jax.lax.cond(filtered, lambda: filter_logits(scaled, request), lambda: scaled)
         noise = position_noise(request, positions, logits.shape[-1])
         return jnp.argmax(scaled + noise[depths], axis=-1)
 
     def greedy() -> jax.Array:
-        return jnp.argmax(logits, axis=-1)
+        return jnp.argmax(real(), axis=-1)
 
     return jax.lax.cond(request.temperature > 0, draw, greedy).astype(jnp.int32)
 
