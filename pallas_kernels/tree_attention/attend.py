@@ -19,16 +19,17 @@ def tree_attention(
     length: jax.Array | int,
     *,
     scale: float | None = None,
+    window: int | None = None,
     gate: Gate | None = None,
     implementation: Implementation = "auto",
 ) -> jax.Array:
     """Returns softmax attention of tree rows over a cache and their own keys, [N, H, D].
 
-    Every row sees the first `length` rows of the cache and the own rows that `visible` names.
-    Time follows `length`, not the capacity, and scores never lie in device memory as a whole
-    (online softmax over splits of the cache: FlashDecoding, Dao et al., 2023). Scores and sums are
-    float32; with bfloat16 inputs the weights are rounded to bfloat16 before they meet the values.
-    Forward only.
+    Every row sees the first `length` rows of the cache, or of these the last ones that a window
+    leaves, and the own rows that `visible` names. Time follows what is seen, not the capacity, and
+    scores never lie in device memory as a whole (online softmax over splits of the cache:
+    FlashDecoding, Dao et al., 2023). Scores and sums are float32; with bfloat16 inputs the weights
+    are rounded to bfloat16 before they meet the values. Forward only.
 
     Args:
       q: [N, H, D] float32 or bfloat16; query head h reads key head h // (H // G).
@@ -37,6 +38,9 @@ def tree_attention(
       keys, values: [G, capacity, D], the type of `q`; rows from `length` on may hold anything.
       length: int32 scalar, 0 <= length <= capacity; may be traced.
       scale: of the scores, positive; D ** -0.5 if not given.
+      window: own row i, which stands at position length + i, sees a cache row only if that is
+        fewer than this many positions before it; rows that no row sees may hold anything. The
+        whole cache is seen if not given. Own rows are for `visible` alone to choose.
       gate: its sigmoid multiplies the result before that is rounded.
       implementation: "auto" takes "pallas" on a GPU that supports the shape, else "xla".
         "pallas" runs interpreted on a CPU. "reference" forms all scores.
@@ -46,11 +50,13 @@ def tree_attention(
 
     Raises:
       TypeError: an argument of a type not listed above.
-      ValueError: shapes that do not belong together, a length or scale out of range, or an
-        unknown implementation.
+      ValueError: shapes that do not belong together, a length, scale or window out of
+        range, or an unknown implementation.
       NotImplementedError: "pallas" on a device or shape it does not support.
     """
     _check(q, own_keys, own_values, visible, keys, values, length)
+    if window is not None and window < 1:
+        raise ValueError(f"window must be positive, got {window}")
     size = q.shape[2]
     factor = float(size**-0.5 if scale is None else scale)
     if not 0 < factor < float("inf"):
@@ -60,10 +66,10 @@ def tree_attention(
     chosen = choose("tree_attention", implementation, pallas.refusal(size))
     args = (q, own_keys, own_values, visible, keys, values, jnp.asarray(length, jnp.int32))
     if chosen == "reference":
-        return reference.attend(*args, scale=factor, gate=gate)
+        return reference.attend(*args, scale=factor, window=window, gate=gate)
     if chosen == "xla":
-        return xla.attend(*args, scale=factor, gate=gate)
-    return pallas.attend(*args, scale=factor, gate=gate, interpret=interpreted())
+        return xla.attend(*args, scale=factor, window=window, gate=gate)
+    return pallas.attend(*args, scale=factor, window=window, gate=gate, interpret=interpreted())
 
 
 def _check(

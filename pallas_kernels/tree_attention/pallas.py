@@ -108,6 +108,7 @@ def attend(
     length: jax.Array,
     *,
     scale: float,
+    window: int | None = None,
     gate: Gate | None = None,
     config: Config | None = None,
     interpret: bool = False,
@@ -118,7 +119,10 @@ def attend(
     rows = nodes * (heads // groups)
     if config is None:
         config = default_config(rows, size, q.dtype)
-    blocks = pl.cdiv(nodes, config.block_k) + pl.cdiv(capacity, config.block_k)
+    blocks = pl.cdiv(capacity, config.block_k)
+    if window is not None:
+        blocks = min(blocks, pl.cdiv(window - 1, config.block_k) + 1)
+    blocks += pl.cdiv(nodes, config.block_k)
     bands = _bands(rows, groups, blocks, config)
     splits = max(band.splits for band in bands)
     height = sum(band.blocks * band.block_q for band in bands)
@@ -134,6 +138,7 @@ def attend(
             heads=heads,
             # Scores to the base of two, whose exponential is one instruction.
             factor=scale * math.log2(math.e),
+            window=window,
             config=config,
         ),
         grid=(sum(band.blocks * groups * band.splits for band in bands),),
@@ -154,6 +159,7 @@ def attend(
             heads=heads,
             nodes=nodes,
             capacity=capacity,
+            window=window,
             gate_columns=None if gate is None else (gate.first, gate.step),
             joined=joined,
             block_d=block_d,
@@ -218,6 +224,7 @@ def _split_kernel(
     bands: tuple[_Band, ...],
     heads: int,
     factor: float,
+    window: int | None,
     config: Config,
 ):
     inputs = (q_ref, own_keys_ref, own_values_ref, visible_ref, used_ref, keys_ref, values_ref)
@@ -229,7 +236,7 @@ def _split_kernel(
         row_block = lax.rem(program, band.blocks)  # those that share keys run next to each other
         rest = lax.div(program, band.blocks)
         head, part = lax.rem(rest, groups), lax.div(rest, groups)
-        blocks, share, _ = _cut(nodes, length, band.splits, config.block_k)
+        blocks, share, _ = _cut(nodes, length, window, band.splits, config.block_k)
         first = part * share
         last = jnp.minimum(first + share, blocks)
         start = band.first + row_block * band.block_q
@@ -237,7 +244,17 @@ def _split_kernel(
         @pl.when((program >= 0) & (part < band.splits) & (first < last))
         def _(band=band, head=head, part=part, first=first, last=last, start=start):
             top, total, mixed = _attend_block(
-                inputs, length, head, start, band.block_q, first, last, heads, factor, config
+                inputs,
+                length,
+                head,
+                start,
+                band.block_q,
+                first,
+                last,
+                heads,
+                factor,
+                window,
+                config,
             )
             rows = pl.Slice(start, band.block_q)
             pltriton.store(top_ref.at[part, head, rows], top)
@@ -253,14 +270,33 @@ def _split_kernel(
         program = program - band.blocks * groups * band.splits
 
 
-def _cut(nodes: int, length: jax.Array, splits: int, block_k: int):
+def _first_seen(length: jax.Array, window: int | None) -> jax.Array | int:
+    """The first cache row that any row sees: later rows' windows begin later."""
+    return 0 if window is None else jnp.maximum(length - (window - 1), 0)
+
+
+def _cut(nodes: int, length: jax.Array, window: int | None, splits: int, block_k: int):
     """Key blocks in all, own ones first; blocks of a split; splits that have any."""
     blocks = pl.cdiv(nodes, block_k) + lax.div(length + (block_k - 1), block_k)
+    if window is not None:
+        blocks -= lax.div(_first_seen(length, window), block_k)
     share = lax.div(blocks + (splits - 1), splits)
     return blocks, share, lax.div(blocks + (share - 1), share)
 
 
-def _attend_block(inputs, length, head, start, block_q, first, last, heads, factor, config: Config):
+def _attend_block(
+    inputs,
+    length,
+    head,
+    start,
+    block_q,
+    first,
+    last,
+    heads,
+    factor,
+    window: int | None,
+    config: Config,
+):
     """Maximum, sum and mix of a block of rows over the key blocks `first` to `last`."""
     q_ref, own_keys_ref, own_values_ref, visible_ref, used_ref, keys_ref, values_ref = inputs
     groups, _, size = keys_ref.shape
@@ -307,9 +343,14 @@ def _attend_block(inputs, length, head, start, block_q, first, last, heads, fact
     def over_full(block, state):
         return advance(state, keys_ref, values_ref, block, None, None, None)
 
-    def over_last(block, state):
-        past = block * block_k + lax.broadcasted_iota(jnp.int32, (block_k,), 0) < length
-        return advance(state, keys_ref, values_ref, block, past[None, :], past, past)
+    def over_edge(block, state):
+        place = block * block_k + lax.broadcasted_iota(jnp.int32, (block_k,), 0)
+        past = place < length
+        seen = past[None, :]
+        if window is not None:
+            past &= place >= _first_seen(length, window)
+            seen &= (length + node)[:, None] - place[None, :] < window
+        return advance(state, keys_ref, values_ref, block, seen, past, past)
 
     state = (
         jnp.full((block_q,), _NOTHING, jnp.float32),
@@ -319,9 +360,17 @@ def _attend_block(inputs, length, head, start, block_q, first, last, heads, fact
     full = lax.div(length, block_k)
     state = lax.fori_loop(jnp.minimum(first, own), jnp.minimum(last, own), over_own, state)
     first, last = jnp.maximum(first - own, 0), last - own
-    # Masks cost time: only the block that holds the end of the cache has them.
+    # Masks cost time: only blocks that hold an end of what is seen have them.
+    if window is not None:
+        skipped = lax.div(_first_seen(length, window), block_k)
+        first, last = first + skipped, last + skipped
+        # From here on the last row, whose window begins latest, sees every key.
+        whole = jnp.maximum(length + nodes - window, 0)
+        edge = jnp.minimum(lax.div(whole + (block_k - 1), block_k), last)
+        state = lax.fori_loop(first, edge, over_edge, state)
+        first = jnp.maximum(first, edge)
     state = lax.fori_loop(first, jnp.minimum(last, full), over_full, state)
-    return lax.fori_loop(jnp.maximum(first, full), last, over_last, state)
+    return lax.fori_loop(jnp.maximum(first, full), last, over_edge, state)
 
 
 def _join_kernel(
@@ -334,6 +383,7 @@ def _join_kernel(
     heads: int,
     nodes: int,
     capacity: int,
+    window: int | None,
     gate_columns: tuple[int, int] | None,
     joined: int,
     block_d: int,
@@ -350,9 +400,10 @@ def _join_kernel(
         first, step = gate_columns
         logits = _columns(gate_refs[0], node, first + member * step, chunk, block_d, size)
     length = jnp.clip(length_ref[0], 0, capacity)
-    *_, active = _cut(nodes, length, bands[0].splits, block_k)
+    *_, active = _cut(nodes, length, window, bands[0].splits, block_k)
     for band in bands[1:]:
-        active = jnp.where(flat < band.first, active, _cut(nodes, length, band.splits, block_k)[2])
+        *_, own = _cut(nodes, length, window, band.splits, block_k)
+        active = jnp.where(flat < band.first, active, own)
 
     part = lax.broadcasted_iota(jnp.int32, (joined,), 0)
     there, parts = part < active, span(0, joined)

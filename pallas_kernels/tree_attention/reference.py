@@ -17,12 +17,16 @@ def attend(
     length: jax.Array,
     *,
     scale: float,
+    window: int | None = None,
     gate: Gate | None = None,
 ) -> jax.Array:
     """Returns [N, H, D] in the type of `q`, computed in float32. Shapes as in `tree_attention`."""
     nodes, heads, size = q.shape
     groups, capacity = keys.shape[:2]
-    past = jnp.broadcast_to(jnp.arange(capacity) < length, (nodes, capacity))
+    place = jnp.arange(capacity)
+    past = jnp.broadcast_to(place < length, (nodes, capacity))
+    if window is not None:
+        past &= length + jnp.arange(nodes)[:, None] - place < window
     seen = jnp.concatenate([past, visible], axis=1)  # [N, capacity + N]
     used = jnp.any(seen, axis=0)[:, None]
     k = jnp.concatenate([keys, own_keys], axis=1).astype(jnp.float32)

@@ -27,6 +27,7 @@ class Spec:
       scores: "mild", "sharp" (one key takes nearly all), "rising" (the maximum grows along the
         cache, so every block rescales what came before), "falling" or "equal" (all keys alike).
       blind: rows at the end that neither see nor are seen, as padding is.
+      window: how far back a row sees the cache; None for all of it.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Spec:
     capacity: int
     scores: str = "mild"
     blind: int = 0
+    window: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,11 +53,20 @@ class Inputs:
     keys: np.ndarray
     values: np.ndarray
     length: np.ndarray
+    window: int | None = None
 
     def arguments(self, dtype=jnp.float32) -> tuple[jax.Array, ...]:
         """The arrays on the device, in the order of `tree_attention`, floats in `dtype`."""
-        arrays = (getattr(self, field.name) for field in dataclasses.fields(self))
+        names = (field.name for field in dataclasses.fields(self) if field.name != "window")
+        arrays = (getattr(self, name) for name in names)
         return tuple(jnp.asarray(x, dtype if x.dtype == np.float32 else x.dtype) for x in arrays)
+
+    @property
+    def past(self) -> np.ndarray:
+        """Which cache rows each row sees, bool [N, capacity]."""
+        place, row = np.arange(self.keys.shape[1]), np.arange(len(self.q))[:, None]
+        reach = np.inf if self.window is None else self.window
+        return (place < self.length) & (self.length + row - place < reach)
 
     def rounded(self) -> "Inputs":
         """The inputs as bfloat16 holds them."""
@@ -71,7 +82,7 @@ class Inputs:
         for name in names[:2]:
             changed[name][:, unseen] = np.nan
         for name in names[2:]:
-            changed[name][:, int(self.length) :] = np.nan
+            changed[name][:, ~self.past.any(axis=0)] = np.nan
         return dataclasses.replace(self, **changed)
 
 
@@ -107,6 +118,7 @@ def make_inputs(spec: Spec, seed: int = 0) -> Inputs:
         keys=keys,
         values=values,
         length=np.asarray(spec.length, np.int32),
+        window=spec.window,
     )
 
 
@@ -153,13 +165,14 @@ def solve(inputs: Inputs) -> np.ndarray:
     length = int(inputs.length)
     ratio = heads // groups
     own = np.repeat(inputs.visible, ratio, axis=0)
+    past = np.repeat(inputs.past[:, :length], ratio, axis=0)
     out = np.zeros((nodes, groups, ratio, size))
     for group in range(groups):  # one at a time: scores of a long cache are large
         q = inputs.q.reshape(nodes, groups, ratio, size)[:, group].reshape(-1, size)
         q = q.astype(np.float64) * size**-0.5
         scores = np.concatenate(
             [
-                q @ inputs.keys[group, :length].T.astype(np.float64),
+                np.where(past, q @ inputs.keys[group, :length].T.astype(np.float64), -np.inf),
                 np.where(own, q @ inputs.own_keys[group].T.astype(np.float64), -np.inf),
             ],
             axis=1,
@@ -184,8 +197,9 @@ def error(actual: jax.Array, exact: np.ndarray) -> float:
     return float(np.maximum(off, 0).max() / np.abs(exact).max()) if np.any(exact) else off.max()
 
 
-# One shape with lengths about the edges of blocks and with hostile scores: compiling is what the
-# tests cost. Then ratios 1 to 8, sizes that are no powers of two, and a nearly empty long cache.
+# One shape with lengths about the edges of blocks, with hostile scores, and with windows of some
+# blocks and of fewer positions than there are rows: compiling is what the tests cost. Then ratios 1
+# to 8, sizes that are no powers of two, and a nearly empty long cache.
 _SHARED: dict[str, Any] = {"nodes": 6, "groups": 2, "ratio": 3, "size": 16, "capacity": 160}
 SMALL = (
     *(
@@ -196,6 +210,14 @@ SMALL = (
         Spec(name=scores, length=129, scores=scores, **_SHARED)
         for scores in ("sharp", "rising", "falling", "equal")
     ),
+    *(
+        Spec(name=f"window_{window}_{length}", length=length, window=window, blind=2, **_SHARED)
+        for window, length in (
+            *((40, length) for length in (0, 20, 35, 39, 40, 71, 128, 160)),
+            *((3, length) for length in (0, 2, 64, 97)),
+        )
+    ),
+    Spec(name="window_rising", length=129, window=40, scores="rising", **_SHARED),
     Spec(name="one_row", nodes=1, ratio=6, size=24, length=83, capacity=83),
     Spec(name="ratio_8", nodes=35, ratio=8, length=65, capacity=83),
     Spec(name="short_in_long", nodes=3, ratio=1, length=70, capacity=4096, blind=1),
@@ -225,6 +247,11 @@ REAL = (
     _real("equal_17", 17, 2000, 4096, scores="equal"),
     _real("size_128_ratio_4", 33, 1111, 2048, size=128, groups=2, ratio=4),
     _real("size_24_ratio_3", 33, 1111, 2048, size=24, groups=2, ratio=3),
+    *(
+        _real(f"window_{length}", 16, length, 8192, size=128, groups=8, ratio=4, window=2048)
+        for length in (0, 1000, 2040, 2048, 5001)
+    ),
+    _real("window_1", 16, 1000, 2048, size=128, groups=8, ratio=4, window=1),
 )
 
 

@@ -25,6 +25,7 @@ def attend(
     length: jax.Array,
     *,
     scale: float,
+    window: int | None = None,
     gate: Gate | None = None,
     block: int = BLOCK,
 ) -> jax.Array:
@@ -33,6 +34,7 @@ def attend(
     groups, capacity = keys.shape[:2]
     block = min(block, capacity)
     ratio = heads // groups
+    length = jnp.clip(length, 0, capacity)
     rows = q.reshape(nodes, groups, ratio, size).swapaxes(0, 1).reshape(groups, -1, size)
 
     state = (
@@ -42,17 +44,21 @@ def attend(
     )
     seen = jnp.repeat(visible, ratio, axis=0)
     state = _advance(state, rows, own_keys, own_values, seen, scale)
+    at = length + jnp.repeat(jnp.arange(nodes, dtype=jnp.int32), ratio)[:, None]
 
     def step(i, state):
         # The last block is moved up to end with the cache; what was seen before is left out.
         start = jnp.minimum(i * block, capacity - block)
         position = start + jnp.arange(block, dtype=jnp.int32)
         k, v = (lax.dynamic_slice_in_dim(x, start, block, axis=1) for x in (keys, values))
-        seen = (position >= i * block) & (position < length)
-        return _advance(state, rows, k, v, seen[None, :], scale)
+        seen = ((position >= i * block) & (position < length))[None, :]
+        if window is not None:
+            seen &= at - position < window
+        return _advance(state, rows, k, v, seen, scale)
 
-    blocks = (jnp.clip(length, 0, capacity) + block - 1) // block
-    _, total, mixed = lax.fori_loop(0, blocks, step, state)
+    first = 0 if window is None else jnp.maximum(length - window + 1, 0) // block
+    blocks = (length + block - 1) // block
+    _, total, mixed = lax.fori_loop(first, blocks, step, state)
     out = mixed / jnp.where(total > 0, total, 1.0)[..., None]
     out = out.reshape(groups, nodes, ratio, size).swapaxes(0, 1).reshape(q.shape)
     if gate is not None:

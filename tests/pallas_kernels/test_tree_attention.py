@@ -35,7 +35,7 @@ def specs(cases):
 
 
 @functools.cache
-def compiled(name: str, size: int):
+def compiled(name: str, size: int, window: int | None = None):
     """The implementation for the CPU, the kernel interpreted."""
     scale = size**-0.5
     functions = {
@@ -45,14 +45,15 @@ def compiled(name: str, size: int):
         "xla": functools.partial(tree_attention, implementation="xla"),
         "reference": functools.partial(tree_attention, implementation="reference"),
     }
-    return jax.jit(functions[name], compiler_options=FAST_COMPILE)
+    call = functools.partial(functions[name], window=window)
+    return jax.jit(call, compiler_options=FAST_COMPILE)
 
 
 def run(name: str, spec: Spec, dtype=jnp.float32) -> tuple[jax.Array, np.ndarray]:
     inputs = make_inputs(spec)
     if dtype == jnp.bfloat16:
         inputs = inputs.rounded()
-    out = compiled(name, spec.size)(*inputs.poisoned().arguments(dtype))
+    out = compiled(name, spec.size, spec.window)(*inputs.poisoned().arguments(dtype))
     assert out.dtype == dtype
     return out, solve(inputs)
 
@@ -92,6 +93,28 @@ def test_edges(name, dtype):
     np.testing.assert_array_equal(np.float32(call(*args, jnp.int32(-3))), empty)
     whole = call(*args, jnp.int32(spec.capacity))
     np.testing.assert_array_equal(call(*args, jnp.int32(2**30)), whole)
+
+
+@pytest.mark.parametrize("name", ["pallas", "blocks", "reference"])
+def test_a_window_over_the_whole_cache_changes_nothing(name):
+    """Not even by a bit: the kernel's cut is the same."""
+    spec = SMALL[3]
+    args = make_inputs(spec).poisoned().arguments()
+    wide = compiled(name, spec.size, spec.length + spec.nodes)(*args)
+    np.testing.assert_array_equal(wide, compiled(name, spec.size)(*args))
+
+
+def test_a_window_bounds_the_splits():
+    """Whatever the capacity, no more programs run than the window's keys give work."""
+    spec = dataclasses.replace(SMALL[0], capacity=4096, length=4000)
+    call = functools.partial(pallas.attend, scale=1.0, window=40, interpret=True)
+    shapes_of = [
+        x.aval.shape
+        for eq in jax.make_jaxpr(call)(*shapes(spec, jnp.float32)).eqns
+        for x in eq.outvars
+    ]
+    splits = [shape[0] for shape in shapes_of if len(shape) == 4 and shape[1] == spec.groups]
+    assert splits == [4]  # 39 positions touch three blocks of 32 at most; one more of own keys
 
 
 def test_scale():
@@ -153,9 +176,11 @@ def test_scores_never_lie_in_device_memory():
     assert used.temp_size_in_bytes < 4 * scores / 5
 
 
-@specs([spec for spec in REAL if spec.name in ("decode", "tree_65", "size_24_ratio_3")])
+@specs(
+    [spec for spec in REAL if spec.name in ("decode", "tree_65", "size_24_ratio_3", "window_1000")]
+)
 def test_lowers_for_hopper(spec):
-    call = functools.partial(pallas.attend, scale=0.1)
+    call = functools.partial(pallas.attend, scale=0.1, window=spec.window)
     for dtype in (jnp.bfloat16, jnp.float32) if spec.nodes == 65 else (jnp.bfloat16,):
         assert "xla.gpu.triton" in lower_for_hopper(call, *shapes(spec, dtype)), dtype
 
@@ -237,6 +262,7 @@ def test_configuration_refuses_sizes(size):
         ({"length": np.zeros(2, np.int32)}, ValueError, "length must be an integer scalar"),
         ({"length": 1.5}, ValueError, "length must be an integer scalar"),
         ({"scale": 0.0}, ValueError, "scale must be positive, got 0"),
+        ({"window": 0}, ValueError, "window must be positive, got 0"),
         ({"gate": gate_of(np.zeros((4, 64), np.float16))}, TypeError, "gate logits must be float"),
         (
             {"gate": gate_of(first=-1)},
