@@ -36,6 +36,7 @@ OPS = (
     "add_norm",
     "skinny_matmul",
     "commit",
+    "attention_inputs",
     "tree_attention",
     "top_k",
     "weaver_step",
