@@ -28,13 +28,14 @@ from rich.table import Table
 
 from experiments.checkout import commit_id
 from experiments.kernels import log, matrix_rate, read_rate
+from experiments.loops import compile_loop
 from experiments.profiles import busy, by_name
 from pallas_kernels.benchmark import compile_chain
 from tfm_jax.config import Sampling, TreeConfig
 from tfm_jax.decoding.accept import Acceptance
 from tfm_jax.decoding.commit import commit
 from tfm_jax.decoding.draft import draft
-from tfm_jax.decoding.generate import bucket, run_rounds
+from tfm_jax.decoding.generate import bucket
 from tfm_jax.decoding.prefill import prefill
 from tfm_jax.decoding.round import draft_depth, propose, shape_for, take
 from tfm_jax.decoding.state import (
@@ -141,18 +142,9 @@ class Program:
 
 def compile_rounds(bench: Bench, setting: Setting) -> Program:
     """Compiles the device loop; nothing is allocated."""
-    loop = jax.jit(run_rounds, static_argnames=("method", "shape"), donate_argnames="state")
     trio = bench.networks(setting)
-    state = jax.eval_shape(lambda: empty_state(trio, setting.capacity))
     begin = time.perf_counter()
-    compiled = loop.lower(
-        trio,
-        state,
-        bench.request(setting),
-        jnp.int32(0),
-        method=setting.method,
-        shape=setting.shape,
-    ).compile()
+    compiled = compile_loop(trio, setting.method, setting.shape, setting.capacity)
     return Program(setting=setting, compiled=compiled, seconds=time.perf_counter() - begin)
 
 

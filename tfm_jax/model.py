@@ -376,7 +376,7 @@ def load(path: str | Path = POCKET, *, dtype: str | None = None) -> Model:
         weaver=build_weaver(weaver.config, weaver.params) if weaver else None,
     )
     return Model(
-        trio=_serving(trio),
+        trio=serving(trio),
         tokenizer=load_tokenizer(found.tokenizer) if found.tokenizer else None,
         end_tokens=found.eos_token_ids,
     )
@@ -409,17 +409,17 @@ def random_model(preset: str | Path, *, seed: int = 0, dtype: str | None = None)
         weaver=weaver,
     )
     return Model(
-        trio=_serving(trio),
+        trio=serving(trio),
         tokenizer=None,
         end_tokens=sizes.verifier.eos_token_ids,
     )
 
 
-def _serving(trio: Trio) -> Trio:
+def serving(trio: Trio) -> Trio:
     """The trio, changed in place into the form that decodes fastest."""
     stack_projections(trio.verifier)
     if trio.drafter is not None:
-        stack_projections(trio.drafter)
+        trio.drafter.stack()
     if trio.weaver is None or jax.default_backend() == "cpu":  # no launches to save there
         return trio
     embeddings = trio.verifier.embed_tokens.weight[...]

@@ -4,6 +4,7 @@ from tfm_jax.checkpoints.build import (
     build_drafter,
     build_verifier,
     build_weaver,
+    fill,
     module_params,
     parameter_shapes,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "build_weaver",
     "check_pair",
     "convert",
+    "fill",
     "module_params",
     "parameter_shapes",
     "read_trio",

@@ -18,36 +18,32 @@ from tfm_jax.models.qwen36 import Verifier
 from tfm_jax.models.weaver import Weaver
 
 Placement = jax.Device | jax.sharding.Sharding | None
+Params = Mapping[str, np.ndarray] | Mapping[str, jax.Array]
 
 
-def build_verifier(
-    config: VerifierConfig, params: Mapping[str, np.ndarray], *, device: Placement = None
-) -> Verifier:
+def build_verifier(config: VerifierConfig, params: Params, *, device: Placement = None) -> Verifier:
     """The verifier with exactly these parameters, placed one tensor at a time on `device`.
 
     Args:
       config: sizes.
       params: arrays by dotted path, as `read_trio` gives them.
-      device: a device or sharding for all tensors; the default device if not given.
+      device: a device or sharding for all tensors; the default device if not given. Arrays of
+        JAX are taken as they are.
 
     Raises:
       CheckpointError: a parameter is missing, unknown or of another shape.
     """
-    return _fill(Verifier, config, params, device)
+    return fill(_outline(Verifier, config), params, device=device)
 
 
-def build_drafter(
-    config: DrafterConfig, params: Mapping[str, np.ndarray], *, device: Placement = None
-) -> Drafter:
+def build_drafter(config: DrafterConfig, params: Params, *, device: Placement = None) -> Drafter:
     """The drafter with exactly these parameters; see `build_verifier`."""
-    return _fill(Drafter, config, params, device)
+    return fill(_outline(Drafter, config), params, device=device)
 
 
-def build_weaver(
-    config: WeaverConfig, params: Mapping[str, np.ndarray], *, device: Placement = None
-) -> Weaver:
+def build_weaver(config: WeaverConfig, params: Params, *, device: Placement = None) -> Weaver:
     """The Weaver with exactly these parameters; see `build_verifier`."""
-    return _fill(Weaver, config, params, device)
+    return fill(_outline(Weaver, config), params, device=device)
 
 
 def parameter_shapes(
@@ -55,7 +51,7 @@ def parameter_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Shapes by dotted path of the module that `config` describes; nothing is allocated."""
     kind = {VerifierConfig: Verifier, DrafterConfig: Drafter, WeaverConfig: Weaver}[type(config)]
-    return {path: leaf.shape for path, leaf in _leaves(_outline(kind, config)).items()}
+    return _shapes(_outline(kind, config))
 
 
 def module_params(module: nnx.Module) -> dict[str, np.ndarray]:
@@ -63,14 +59,13 @@ def module_params(module: nnx.Module) -> dict[str, np.ndarray]:
     return {path: np.asarray(leaf) for path, leaf in _leaves(module).items()}
 
 
-def _fill(
-    kind: Callable[..., nnx.Module],
-    config: Any,
-    params: Mapping[str, np.ndarray],
-    device: Placement,
-) -> Any:
-    graph, state = nnx.split(_outline(kind, config))
-    shapes = parameter_shapes(config)
+def fill(outline: nnx.Module, params: Params, *, device: Placement = None) -> Any:
+    """A module like `outline`, whose arrays may be mere shapes, with exactly these parameters.
+
+    Arguments and errors as for `build_verifier`.
+    """
+    graph, state = nnx.split(outline)
+    shapes = _shapes(outline)
     problems = [f"{path} is missing" for path in shapes if path not in params]
     problems += [f"no place for {path}" for path in params if path not in shapes]
     problems += [
@@ -78,12 +73,14 @@ def _fill(
         for path, shape in shapes.items()
         if path in params and params[path].shape != shape
     ]
-    refuse(f"parameters of {type(config).__name__}", problems)
+    refuse(f"parameters of {type(outline).__name__}", problems)
     leaves = []
     for path, variable in nnx.to_flat_state(state):
-        # A CPU device takes aligned host memory as it is: without a copy the module would change
-        # with the array, or with the file that the array is mapped from.
-        array = jax.device_put(np.array(params[_dotted(path)]), device)
+        array = params[_dotted(path)]
+        if not isinstance(array, jax.Array):
+            # A CPU device takes aligned host memory as it is: without a copy the module would
+            # change with the array, or with the file that the array is mapped from.
+            array = jax.device_put(np.array(array), device)
         leaves.append((path, variable.replace(array)))
     return nnx.merge(graph, nnx.from_flat_state(leaves))
 
@@ -92,6 +89,10 @@ def _fill(
 def _outline(kind: Callable[..., nnx.Module], config: Any) -> nnx.Module:
     """The module with shapes in place of arrays; shared, so never written to."""
     return nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0), dtype=jnp.float32))
+
+
+def _shapes(module: nnx.Module) -> dict[str, tuple[int, ...]]:
+    return {path: leaf.shape for path, leaf in _leaves(module).items()}
 
 
 def _leaves(module: nnx.Module) -> dict[str, Any]:
