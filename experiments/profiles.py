@@ -21,14 +21,33 @@ def kernels(folder: str | pathlib.Path) -> list[tuple[float, float, str]]:
 
 def busy(folder: str | pathlib.Path) -> tuple[float, int]:
     """The share of the time between first and last kernel in which any runs, and their count."""
+    events, gaps = _gaps(folder)
+    return 1 - sum(gaps) / _length(events), len(events)
+
+
+def waiting(folder: str | pathlib.Path, least: float) -> float:
+    """The share of that time in gaps of `least` nanoseconds or more: the device waits for a host.
+
+    A profiler lengthens such gaps, so the share is an upper bound.
+    """
+    events, gaps = _gaps(folder)
+    return sum(gap for gap in gaps if gap >= least) / _length(events)
+
+
+def _gaps(folder: str | pathlib.Path) -> tuple[list[tuple[float, float, str]], list[float]]:
+    """All events, and the nanoseconds between one that ends last so far and the next."""
     events = kernels(folder)
     if not events:
         raise ValueError(f"{folder} holds no device events")
-    covered, reached = 0.0, events[0][0]
+    gaps, reached = [], events[0][0]
     for start, end, _ in events:
-        covered += max(0.0, end - max(start, reached))
+        gaps.append(max(0.0, start - reached))
         reached = max(reached, end)
-    return covered / (reached - events[0][0]), len(events)
+    return events, gaps
+
+
+def _length(events: list[tuple[float, float, str]]) -> float:
+    return max(end for _, end, _ in events) - events[0][0]
 
 
 def by_name(folder: str | pathlib.Path) -> list[tuple[str, float, int]]:

@@ -8,6 +8,7 @@ Weights are random: time does not depend on their values. Whole rounds run the p
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -17,20 +18,21 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 from rich.table import Table
 
 from experiments.checkout import commit_id
 from experiments.kernels import log, matrix_rate, read_rate
 from experiments.loops import compile_loop
-from experiments.profiles import busy, by_name
-from pallas_kernels.benchmark import compile_chain
+from experiments.profiles import busy, by_name, waiting
+from pallas_kernels.benchmark import Chain, compile_chain
 from tfm_jax.config import Sampling, TreeConfig
 from tfm_jax.decoding.accept import Acceptance
 from tfm_jax.decoding.commit import commit
@@ -54,7 +56,9 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 ROUNDS = 24
 REPEATS = 5
 LONGEST = 60  # kernels named in the report
+HOST_GAP = 10_000  # nanoseconds; from one kernel of a graph to the next it takes 1000 to 2000
 METHODS = ("ar", "dflash", "ddtree", "tfm")
+PHASES = ("draft", "grow", "verify", "accept+commit")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,6 +152,31 @@ def compile_rounds(bench: Bench, setting: Setting) -> Program:
     return Program(setting=setting, compiled=compiled, seconds=time.perf_counter() - begin)
 
 
+@contextlib.contextmanager
+def fresh_cache() -> Iterator[None]:
+    """An empty folder of compiled programs: compilations are cold, and can be fetched again."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = [getattr(jax.config, name) for name in names]
+
+    def use(values: Iterable[Any]) -> None:
+        compilation_cache.reset_cache()
+        for name, value in zip(names, values, strict=True):
+            jax.config.update(name, value)
+
+    with tempfile.TemporaryDirectory() as folder:
+        use((folder, 0.0))
+        try:
+            yield
+        finally:
+            use(before)
+
+
+def compile_again(bench: Bench, setting: Setting) -> float:
+    """Seconds to trace a loop and fetch it from the persistent cache, as a new process does."""
+    jax.clear_caches()
+    return round(compile_rounds(bench, setting).seconds, 1)
+
+
 def time_rounds(bench: Bench, program: Program) -> dict[str, Any]:
     """Milliseconds a round, median and range over runs of ROUNDS rounds each."""
     setting = program.setting
@@ -169,7 +198,7 @@ def time_rounds(bench: Bench, program: Program) -> dict[str, Any]:
         "round_ms_spread": [round(min(times), 3), round(max(times), 3)],
         "argument_bytes": program.argument_bytes,
         "temporary_bytes": program.temporary_bytes,
-        "compile_seconds": round(program.seconds, 1),
+        "compile_seconds": round(program.seconds, 1),  # side by side with the others
     }
 
 
@@ -183,9 +212,11 @@ def profile_rounds(bench: Bench, program: Program) -> dict[str, Any]:
         with jax.profiler.trace(folder):
             jax.block_until_ready(program.compiled(trio, state, request, jnp.int32(2 + ROUNDS)))
         share, kernels = busy(folder)
+        waits = waiting(folder, HOST_GAP)
         longest = by_name(folder)[:LONGEST]
     return {
         "device_busy_share": round(share, 4),
+        "host_gap_share": round(waits, 4),
         "kernels_a_round": round(kernels / ROUNDS, 1),
         "longest_kernels": [
             {"name": name[:80], "us": round(us / ROUNDS, 1), "count": round(count / ROUNDS, 1)}
@@ -213,12 +244,39 @@ def spine(rows: int, depth: int) -> Tree:
     )
 
 
-def time_phases(bench: Bench, setting: Setting) -> dict[str, float]:
-    """Milliseconds of draft, growth, verification, and acceptance with commit."""
-    trio, request = bench.networks(setting), bench.request(setting)
-    state, depth = bench.state(setting), draft_depth(trio, setting.method)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A part of a round that is timed in a loop of its own.
+
+    Attributes:
+      name: "draft", "propose" (draft and growth), "verify" or "accept+commit".
+      method, shape: what the proposal depends on; None elsewhere.
+      rows: of the tree that is verified or committed; 0 elsewhere.
+    """
+
+    name: str
+    method: str | None = None
+    shape: TreeConfig | None = None
+    rows: int = 0
+
+
+def phases_of(setting: Setting) -> list[Phase]:
+    """The phases of a round, in order; settings share those that are alike."""
     rows = 1 if setting.method == "ar" else setting.shape.budget + 1
-    tree = spine(rows, depth)
+    judged = [Phase(name="verify", rows=rows), Phase(name="accept+commit", rows=rows)]
+    if setting.method == "ar":
+        return judged
+    proposal = Phase(name="propose", method=setting.method, shape=setting.shape)
+    return [Phase(name="draft"), *([] if setting.method == "dflash" else [proposal]), *judged]
+
+
+def compile_phase(bench: Bench, phase: Phase, context: int) -> Chain:
+    """The loop of one phase, on a state of `context` tokens."""
+    method = phase.method or ("ar" if phase.rows == 1 else "dflash")
+    setting = bench.setting(method, 64, context)
+    trio, request = bench.networks(setting), bench.request(setting)
+    state, depth = bench.state(setting), 0 if phase.rows == 1 else draft_depth(trio, method)
+    tree = spine(max(phase.rows, 1), depth)
 
     def late(state: DecodeState, token: jax.Array) -> DecodeState:
         return dataclasses.replace(state, length=state.length + token.astype(jnp.int32))
@@ -227,7 +285,8 @@ def time_phases(bench: Bench, setting: Setting) -> dict[str, float]:
         return (draft(trio, late(state, token), request, setting.shape.pool),)
 
     def proposed(token, trio, state):
-        return (propose(trio, late(state, token), request, setting.method, setting.shape),)
+        assert phase.shape is not None
+        return (propose(trio, late(state, token), request, method, phase.shape),)
 
     def verified(token, trio, state):
         return (verify(trio, late(state, token), tree, request, depth),)
@@ -245,19 +304,34 @@ def time_phases(bench: Bench, setting: Setting) -> dict[str, float]:
         after = commit(trio, rewound, tree, verification, acceptance, request)
         return after, after.length
 
-    def measure(function: Callable, inputs: tuple, carried: int = 0) -> float:
-        chain = compile_chain(function, [inputs], rounds=ROUNDS, carried=carried)
-        return chain.measure(REPEATS).median_us / 1e3
+    if phase.name == "accept+commit":
+        outline = jax.eval_shape(lambda: verified(jnp.float32(0), trio, state)[0])
+        verification = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), outline)
+        return compile_chain(committed, [(state, trio, verification)], rounds=ROUNDS, carried=1)
+    functions = {"draft": drafted, "propose": proposed, "verify": verified}
+    return compile_chain(functions[phase.name], [(trio, state)], rounds=ROUNDS)
 
-    found: dict[str, float] = {}
-    if setting.method != "ar":
-        found["draft"] = measure(drafted, (trio, state))
-        found["grow"] = measure(proposed, (trio, state)) - found["draft"]
-    found["verify"] = measure(verified, (trio, state))
-    outline = jax.eval_shape(lambda: verified(jnp.float32(0), trio, state)[0])
-    verification = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), outline)
-    found["accept+commit"] = measure(committed, (state, trio, verification), carried=1)
-    return {name: round(ms, 3) for name, ms in found.items()}
+
+def time_phases(bench: Bench, settings: list[Setting]) -> list[dict[str, float]]:
+    """Milliseconds of draft, growth, verification, and acceptance with commit, by setting."""
+    context = settings[0].context
+    wanted = list(dict.fromkeys(phase for setting in settings for phase in phases_of(setting)))
+    begin = time.perf_counter()
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        chains = list(pool.map(lambda phase: compile_phase(bench, phase, context), wanted))
+    log(f"{len(wanted)} phases compiled in {time.perf_counter() - begin:.0f} s")
+    times = {
+        phase: chain.measure(REPEATS).median_us / 1e3
+        for phase, chain in zip(wanted, chains, strict=True)
+    }
+    found = []
+    for setting in settings:
+        ms = {phase.name: times[phase] for phase in phases_of(setting)}
+        if "propose" in ms:
+            grown = ms.pop("propose") - ms["draft"]
+            ms = {"draft": ms["draft"], "grow": grown, **ms}
+        found.append({name: round(value, 3) for name, value in ms.items()})
+    return found
 
 
 def floor_bytes(bench: Bench, context: int) -> int:
@@ -325,11 +399,13 @@ def measure(
         log(f"{program.setting.name}: {row}")
         gc.collect()
     plain = {row["context"]: row["round_ms"] for row in rounds if row["method"] == "ar"}
-    for row, program in zip(rounds, programs, strict=True):
+    for row in rounds:
         row["ratio_to_ar"] = round(row["round_ms"] / plain[row["context"]], 4)
-        if phased and program.setting.context == contexts[0]:
-            row["phases_ms"] = time_phases(bench, program.setting)
-            log(f"{program.setting.name}: {row['phases_ms']}")
+    if phased:
+        first = [i for i, setting in enumerate(settings) if setting.context == contexts[0]]
+        for i, phases in zip(first, time_phases(bench, [settings[i] for i in first]), strict=True):
+            rounds[i]["phases_ms"] = phases
+            log(f"{settings[i].name}: {phases}")
     floors = {c: floor_bytes(bench, c) for c in contexts}
     floor = lambda c: round(floors[c] / rates["read"] * 1e3, 3) if rates else None
     largest = max(row["argument_bytes"] + row["temporary_bytes"] for row in rounds)
@@ -343,6 +419,7 @@ def measure(
         "rounds": rounds,
         "prefill": time_prefill(bench, prefills, rates.get("matrix", 0.0)),
         "peak_memory_bytes": largest,
+        "cached_compile_seconds": compile_again(bench, settings[-1]),
         "timed": on_gpu(),
     }
 
@@ -354,7 +431,8 @@ def on_gpu() -> bool:
 def show(report: dict[str, Any], lengths: list[float]) -> None:
     """Prints the rounds, and what accepted lengths make of them."""
     console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
-    parts = list(dict.fromkeys(p for row in report["rounds"] for p in row.get("phases_ms", {})))
+    timed = {part for row in report["rounds"] for part in row.get("phases_ms", {})}
+    parts = [part for part in PHASES if part in timed]
     table = Table("method", "B", "context", "round, ms", "x plain", *parts, title="A round")
     for row in report["rounds"]:
         phases = row.get("phases_ms", {})
@@ -412,15 +490,16 @@ def main(arguments: list[str] | None = None) -> None:
     jax.block_until_ready(jax.tree.leaves(model.trio))
     log(f"{options.preset}: weights made in {time.perf_counter() - begin:.0f} s")
     setting["dtype"] = str(model.trio.verifier.dtype)
-    report = setting | measure(
-        Bench(trio=model.trio),
-        methods=options.methods,
-        budgets=options.budgets,
-        contexts=options.contexts,
-        prefills=options.prefill,
-        phased=not options.no_phases,
-        profiled=on_gpu() and not options.no_profile,
-    )
+    with fresh_cache():
+        report = setting | measure(
+            Bench(trio=model.trio),
+            methods=options.methods,
+            budgets=options.budgets,
+            contexts=options.contexts,
+            prefills=options.prefill,
+            phased=not options.no_phases,
+            profiled=on_gpu() and not options.no_profile,
+        )
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"step_{device.replace(' ', '_').lower()}.json"
     path.write_text(json.dumps(report, indent=1) + "\n")
