@@ -17,10 +17,10 @@ from tfm_jax.config import FULL, SLIDING, DrafterConfig
 from tfm_jax.models.dflash import (
     Drafter,
     DrafterCache,
-    DrafterLayer,
     visible_block,
     visible_context,
 )
+from tfm_jax.models.layers import RMSNorm
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "dflash_tiny"
 KINDS = {"full": ("config", "golden"), "sliding": ("config_sliding", "golden_sliding")}
@@ -55,9 +55,12 @@ def kind(request) -> str:
     return request.param
 
 
-@pytest.fixture(scope="module")
-def drafter(kind) -> Drafter:
-    return make_drafter(read_config(kind))
+@pytest.fixture(scope="module", params=["published", "serving"])
+def drafter(kind, request) -> Drafter:
+    drafter = make_drafter(read_config(kind))
+    if request.param == "serving":
+        drafter.stack()
+    return drafter
 
 
 @pytest.fixture(scope="module")
@@ -91,17 +94,18 @@ def training_blocks(inputs, train) -> np.ndarray:
 def test_four_drafts_equal_the_golden_arrays(kind, drafter, inputs, monkeypatch):
     golden = dict(np.load(FIXTURE / f"{KINDS[kind][1]}.npz"))
     outputs: list[jax.Array] = []
-    layer_call = DrafterLayer.__call__
+    after = RMSNorm.after
 
-    def recording(layer, *args):
-        outputs.append(layer_call(layer, *args))
+    def recording(norm, *args):
+        outputs.append(after(norm, *args))
         return outputs[-1]
 
-    monkeypatch.setattr(DrafterLayer, "__call__", recording)
+    monkeypatch.setattr(RMSNorm, "after", recording)
 
     @jax.jit
     def recorded_draft(drafter, block, cache, length):
-        return drafter(block, cache, length), tuple(outputs)
+        hidden = drafter(block, cache, length)
+        return hidden, tuple(x for x, _ in outputs[1::2])  # every other sum ends a layer
 
     cache, length = spoilt_cache(drafter), 0
     for step in "abcd":
@@ -174,6 +178,20 @@ def test_a_window_wider_than_the_cache_reads_all_of_it(inputs):
 
     tight, wide = draft_in(drafter, features, block)
     np.testing.assert_allclose(tight, wide, atol=1e-5, rtol=0)
+
+
+def test_the_serving_form_reads_the_context_by_one_product(inputs):
+    drafter = make_drafter(read_config("full"))
+    cache = drafter.empty_cache(CAPACITY, jnp.float32)
+
+    def products() -> int:
+        text = str(jax.make_jaxpr(Drafter.extend)(drafter, cache, inputs["target_hidden_a"][0], 0))
+        return text.count("dot_general")
+
+    layers = len(drafter.layers)
+    assert products() == 1 + 2 * layers
+    drafter.stack()
+    assert products() == 2
 
 
 def test_a_block_ignores_every_feature_from_its_anchor_on(drafter, inputs, train):

@@ -262,7 +262,8 @@ def test_configuration_refuses_sizes(size):
         ({"length": np.zeros(2, np.int32)}, ValueError, "length must be an integer scalar"),
         ({"length": 1.5}, ValueError, "length must be an integer scalar"),
         ({"scale": 0.0}, ValueError, "scale must be positive, got 0"),
-        ({"window": 0}, ValueError, "window must be positive, got 0"),
+        ({"window": 0}, ValueError, "window must be a positive integer, got 0"),
+        ({"window": 2.5}, ValueError, "window must be a positive integer, got 2.5"),
         ({"gate": gate_of(np.zeros((4, 64), np.float16))}, TypeError, "gate logits must be float"),
         (
             {"gate": gate_of(first=-1)},

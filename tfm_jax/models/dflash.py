@@ -10,11 +10,21 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from pallas_kernels.tree_attention import tree_attention
 from tfm_jax.config import DrafterConfig
-from tfm_jax.models.layers import GatedMLP, Linear, RMSNorm, attend, rotate
+from tfm_jax.models.layers import (
+    GatedMLP,
+    Linear,
+    Projections,
+    RMSNorm,
+    Stacked,
+    attend,
+    rotate,
+    stack_projections,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -57,14 +67,16 @@ def visible_context(
 
 def visible_block(block_size: int, *, causal: bool, window: int | None) -> jax.Array:
     """Which rows of its own block each row sees: [block_size, block_size] bool."""
-    rows = jnp.arange(block_size)
+    rows = np.arange(block_size)  # a constant, and so is all that is made of it
     behind = rows[:, None] - rows[None, :]
-    visible = behind >= 0 if causal else jnp.ones_like(behind, bool)
-    return visible if window is None else visible & (jnp.abs(behind) < window)
+    visible = behind >= 0 if causal else np.ones_like(behind, bool)
+    return jnp.asarray(visible if window is None else visible & (np.abs(behind) < window))
 
 
-class DrafterAttention(nnx.Module):
+class DrafterAttention(Projections):
     """Attention of block rows over context rows and over the block itself."""
+
+    names = ("q_proj", "k_proj", "v_proj")
 
     def __init__(self, config: DrafterConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
         hidden, size = config.hidden_size, config.head_dim
@@ -78,12 +90,13 @@ class DrafterAttention(nnx.Module):
         self.head_dim = size
         self.rope_theta = config.rope_theta
 
-    def keys_values(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys (normed, rotated) and values, [KV heads, T, D] each, of rows `x` [T, H]."""
-        key = self.k_norm(self._heads(self.k_proj(x)))
+    def keys_values(
+        self, key: jax.Array, value: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Keys (normed, rotated) and values, [KV heads, T, D], of projections [T, KV heads * D]."""
+        key = self.k_norm(self._heads(key))
         key = rotate(key, positions, self.rope_theta, self.head_dim)
-        value = self._heads(self.v_proj(x))
-        return key.swapaxes(0, 1), value.swapaxes(0, 1)
+        return key.swapaxes(0, 1), self._heads(value).swapaxes(0, 1)
 
     def __call__(
         self,
@@ -92,15 +105,27 @@ class DrafterAttention(nnx.Module):
         context: tuple[jax.Array, jax.Array, jax.Array],
         own: jax.Array,
     ) -> jax.Array:
-        query = self.q_norm(self._heads(self.q_proj(x)))
-        query = rotate(query, positions, self.rope_theta, self.head_dim)
-        own_keys, own_values = self.keys_values(x, positions)
-        keys, values, seen = context
-        if seen.ndim == 0:
-            mixed = tree_attention(query, own_keys, own_values, own, keys, values, seen)
-        else:
-            mixed = attend(query, [context, (own_keys, own_values, own)])
+        """Over context keys and values and who sees them, bool [B, S]: the training form."""
+        query, key, value = self._inputs(x, positions)
+        mixed = attend(query, [context, (key, value, own)])
         return self.o_proj(mixed.reshape(x.shape[0], -1))
+
+    def read(
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        cache: tuple[jax.Array, jax.Array, jax.Array],
+        window: int | None,
+        own: jax.Array,
+    ) -> jax.Array:
+        """Over cached keys and values up to a length; the result [B, H] may come in parts."""
+        mixed = tree_attention(*self._inputs(x, positions), own, *cache, window=window)
+        return self.o_proj.parts(mixed.reshape(x.shape[0], -1))
+
+    def _inputs(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        query, key, value = self.project_all(x)
+        query = rotate(self.q_norm(self._heads(query)), positions, self.rope_theta, self.head_dim)
+        return query, *self.keys_values(key, value, positions)
 
     def _heads(self, x: jax.Array) -> jax.Array:
         return x.reshape(x.shape[0], -1, self.head_dim)
@@ -123,13 +148,12 @@ class DrafterLayer(nnx.Module):
         context: tuple[jax.Array, jax.Array, jax.Array],
         own: jax.Array,
     ) -> jax.Array:
-        """The residual stream after this layer.
+        """The residual stream after this layer: the training form.
 
         Args:
           x: [B, H] block rows.
           positions: [B] int32.
-          context: keys [KV heads, S, D], values [KV heads, S, D], visible [B, S] bool or, where
-            all rows see the same, how many context rows from the first on, int32 scalar.
+          context: keys [KV heads, S, D], values [KV heads, S, D], visible [B, S] bool.
           own: [B, B] bool, which block rows see which.
         """
         x = x + self.self_attn(self.input_layernorm(x), positions, context, own)
@@ -138,6 +162,8 @@ class DrafterLayer(nnx.Module):
 
 class Drafter(nnx.Module):
     """DFlash drafter, without embedding and output matrix: those are the verifier's."""
+
+    context_maps: Stacked | None = None
 
     def __init__(
         self, config: DrafterConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32
@@ -151,6 +177,15 @@ class Drafter(nnx.Module):
             DrafterLayer(config, rngs=rngs, dtype=dtype) for _ in config.layer_types
         )
         self.norm = RMSNorm(hidden, eps, dtype=dtype)
+
+    def stack(self) -> None:
+        """Joins the maps of one input in place, for decoding; names no longer are published ones.
+
+        What all layers read of the context is one product too. Its weights are copies: the same
+        ones lie beside the queries' for the block.
+        """
+        self.context_maps = Stacked(self._context_parts())
+        stack_projections(self)
 
     def empty_cache(self, capacity: int, dtype: jnp.dtype) -> DrafterCache:
         """A cache of zeros for `capacity` positions."""
@@ -193,10 +228,9 @@ class Drafter(nnx.Module):
         if rows > cache.capacity:
             raise ValueError(f"{rows} feature rows do not fit a cache of {cache.capacity}")
         context = self.context(features)
-        positions = start + jnp.arange(rows)
+        made = self._keys_values(context, start + jnp.arange(rows))
         keys, values = [], []
-        for layer, key, value in zip(self.layers, cache.key, cache.value, strict=True):
-            k, v = layer.self_attn.keys_values(context, positions)
+        for key, value, (k, v) in zip(cache.key, cache.value, made, strict=True):
             keys.append(_write(key, k, start))
             values.append(_write(value, v, start))
         return DrafterCache(key=tuple(keys), value=tuple(values))
@@ -216,18 +250,19 @@ class Drafter(nnx.Module):
         """
         self._check_embeddings(block_embeddings, 2)
         rows = block_embeddings.shape[0]
+        length = jnp.asarray(length, jnp.int32)
         positions = length + jnp.arange(rows)
-        x = block_embeddings
-        for index, layer in enumerate(self.layers):
-            window = self.config.window(index)
-            key, value = cache.key[index], cache.value[index]
-            if window is None:
-                seen = jnp.asarray(length, jnp.int32)
-            else:
-                first, key, value = _stretch(key, value, length, window)
-                seen = visible_context(length, rows, first + jnp.arange(key.shape[1]), window)
-            x = layer(x, positions, (key, value, seen), self._own(index, rows))
-        return self.norm(x)
+        x, following = block_embeddings, [layer.input_layernorm for layer in self.layers]
+        h = following[0](x)
+        for index, (layer, norm) in enumerate(
+            zip(self.layers, (*following[1:], self.norm), strict=True)
+        ):
+            cached = (cache.key[index], cache.value[index], length)
+            window, own = self.config.window(index), self._own(index, rows)
+            mixed = layer.self_attn.read(h, positions, cached, window, own)
+            x, h = layer.post_attention_layernorm.after(x, mixed)
+            x, h = norm.after(x, layer.mlp.parts(h))
+        return h
 
     def blocks(
         self,
@@ -250,16 +285,15 @@ class Drafter(nnx.Module):
         self._check_embeddings(block_embeddings, 3)
         rows = block_embeddings.shape[1]
         context = self.context(features)
-        at = jnp.arange(features.shape[0])
+        made = self._keys_values(context, jnp.arange(features.shape[0]))
         positions = anchors[:, None] + jnp.arange(rows)
         if keep is None:
             keep = jnp.ones(anchors.shape, bool)
         x = block_embeddings
         for index, layer in enumerate(self.layers):
-            key, value = layer.self_attn.keys_values(context, at)
             seen, own = self.block_masks(index, features.shape[0], rows, anchors, keep)
             over_blocks = jax.vmap(layer.__call__, in_axes=(0, 0, (None, None, 0), 0))
-            x = over_blocks(x, positions, (key, value, seen), own)
+            x = over_blocks(x, positions, (*made[index], seen), own)
         return self.norm(x)
 
     def block_masks(
@@ -270,6 +304,26 @@ class Drafter(nnx.Module):
         at = jnp.arange(context)
         seen = jax.vmap(lambda anchor: visible_context(anchor, block_size, at, window))(anchors)
         return seen & keep[:, None, None], self._own(layer, block_size) & keep[:, None, None]
+
+    def _context_parts(self) -> list[Linear]:
+        return [
+            part
+            for layer in self.layers
+            for part in (layer.self_attn.k_proj, layer.self_attn.v_proj)
+        ]
+
+    def _keys_values(
+        self, context: jax.Array, positions: jax.Array
+    ) -> list[tuple[jax.Array, jax.Array]]:
+        """Every layer's keys and values, [KV heads, T, D] each, of context rows [T, H]."""
+        if self.context_maps is not None:
+            made = self.context_maps(context)
+        else:
+            made = [part(context) for part in self._context_parts()]
+        return [
+            layer.self_attn.keys_values(key, value, positions)
+            for layer, key, value in zip(self.layers, made[0::2], made[1::2], strict=True)
+        ]
 
     def _own(self, layer: int, rows: int) -> jax.Array:
         config = self.config
@@ -288,18 +342,3 @@ class Drafter(nnx.Module):
 
 def _write(cache: jax.Array, rows: jax.Array, start: jax.Array | int) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(cache, rows.astype(cache.dtype), start, axis=1)
-
-
-def _stretch(
-    key: jax.Array, value: jax.Array, length: jax.Array | int, window: int
-) -> tuple[jax.Array | int, jax.Array, jax.Array]:
-    """The rows a sliding layer may read and the position of the first; uncommitted values are 0."""
-    capacity = key.shape[1]
-    first: jax.Array | int = 0
-    if window < capacity:
-        first = jnp.clip(length - window, 0, capacity - window)
-        key = jax.lax.dynamic_slice_in_dim(key, first, window, axis=1)
-        value = jax.lax.dynamic_slice_in_dim(value, first, window, axis=1)
-    # A masked weight of zero would still carry a NaN of an uncommitted row into the sum.
-    committed = first + jnp.arange(key.shape[1]) < length
-    return first, key, jnp.where(committed[:, None], value, 0)
