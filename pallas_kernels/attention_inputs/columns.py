@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Columns:
+class HeadColumns:
     """First column of each part in an array [N, ...] that may hold them side by side.
 
     Multiples of 8 keep the kernel's reads wide.

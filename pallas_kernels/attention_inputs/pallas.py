@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.attention_inputs.columns import Columns
+from pallas_kernels.attention_inputs.columns import HeadColumns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ def prepare(
     heads: int,
     key_heads: int,
     zero_centred: bool,
-    columns: Columns,
+    columns: HeadColumns,
     *,
     config: Config | None = None,
     interpret: bool = False,
@@ -75,7 +75,7 @@ def _launch(
     heads: int,
     key_heads: int,
     zero_centred: bool,
-    columns: Columns,
+    columns: HeadColumns,
     config: Config,
     interpret: bool,
 ):
@@ -106,7 +106,7 @@ class _Rows:
     first: jax.Array | int
 
     def load(self, start: int, size: int) -> jax.Array:
-        """Columns from `start` on in float32, zeros beyond `size` and in rows not there."""
+        """HeadColumns from `start` on in float32, zeros beyond `size` and in rows not there."""
         index, mask = self._at(start, size)
         zero = jnp.zeros((), self.ref.dtype)
         return pltriton.load(self.ref.at[index], mask=mask, other=zero).astype(jnp.float32)
@@ -136,7 +136,7 @@ def _kernel(
     *,
     eps: float,
     zero_centred: bool,
-    columns: Columns,
+    columns: HeadColumns,
     config: Config,
 ):
     rows, size = q_ref.shape[0], q_weight_ref.shape[1]

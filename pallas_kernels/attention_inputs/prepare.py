@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention_inputs import pallas, reference, xla
-from pallas_kernels.attention_inputs.columns import Columns
+from pallas_kernels.attention_inputs.columns import HeadColumns
 from pallas_kernels.attention_inputs.rotary import turns
 from pallas_kernels.checks import check_array
 from pallas_kernels.choice import Implementation, choose, interpreted
@@ -40,7 +40,7 @@ def attention_inputs(
     theta: float,
     rotary: int,
     zero_centred: bool = False,
-    columns: Columns | None = None,
+    columns: HeadColumns | None = None,
     implementation: Implementation = "auto",
 ) -> AttentionInputs:
     """Returns queries, keys and values of rows from their projections.
@@ -81,7 +81,7 @@ def attention_inputs(
     size = q_weight.shape[-1] if q_weight.ndim else 0
     if columns is None:
         _check_narrow(q, k, v, heads * size, key_heads * size)
-        columns = Columns(step=size)
+        columns = HeadColumns(step=size)
     _check_shapes(q, k, v, positions, q_weight, k_weight, heads, key_heads, rotary, columns)
     if not 0 < theta < float("inf"):
         raise ValueError(f"theta must be positive, got {theta}")

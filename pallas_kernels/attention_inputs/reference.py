@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention_inputs.columns import Columns
+from pallas_kernels.attention_inputs.columns import HeadColumns
 
 
 def prepare(
@@ -18,7 +18,7 @@ def prepare(
     heads: int,
     key_heads: int,
     zero_centred: bool,
-    columns: Columns,
+    columns: HeadColumns,
 ):
     """Returns the fields of `AttentionInputs`. Arguments as in `attention_inputs`."""
     size, half = q_weight.size, cos.shape[1]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.attention_inputs.columns import Columns
+from pallas_kernels.attention_inputs.columns import HeadColumns
 from pallas_kernels.attention_inputs.rotary import turns
 
 EPS = 1e-6
@@ -41,11 +41,11 @@ class Spec:
     start: int = 1000
 
     @property
-    def columns(self) -> Columns:
+    def columns(self) -> HeadColumns:
         """Where `Inputs.stacked` holds its parts."""
         step = (1 + self.gated) * self.size
         keys = self.heads * step
-        return Columns(q=0, k=keys, v=keys + self.key_heads * self.size, step=step)
+        return HeadColumns(q=0, k=keys, v=keys + self.key_heads * self.size, step=step)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def make_inputs(spec: Spec, seed: int = 0) -> Inputs:
 
 
 def solve(inputs: Inputs, spec: Spec) -> dict[str, np.ndarray]:
-    """Returns the exact fields of `AttentionInputs` in float64 numpy, given the cosines and sines of `turns`."""
+    """Returns the exact `AttentionInputs` for the angles of `turns`, in float64 numpy."""
     cos, sin = turns(jnp.asarray(inputs.positions), spec.theta, spec.rotary, jnp.dtype(spec.dtype))
     turn = np.asarray(cos, np.float64) + 1j * np.asarray(sin, np.float64)
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention_inputs.columns import Columns, take
+from pallas_kernels.attention_inputs.columns import HeadColumns, take
 from pallas_kernels.attention_inputs.rotary import rotate
 
 
@@ -20,7 +20,7 @@ def prepare(
     heads: int,
     key_heads: int,
     zero_centred: bool,
-    columns: Columns,
+    columns: HeadColumns,
 ):
     """Returns the fields of `AttentionInputs`. Arguments as in `attention_inputs`."""
     size = q_weight.size

@@ -20,7 +20,11 @@ from tfm_jax.model import random_model
 SHAPE = TreeConfig(budget=16, expand=4, children=5, pool=16)
 # Launches of one round of the tiny trio: two DeltaNet layers, one attention layer.
 KERNELS = {
-    "ar": ("gdn_inputs", "gdn_tree_verify", "gdn_output", "add_norm", "commit_linear", "commit_kv"),
+    "ar": (
+        *("gdn_inputs", "gdn_tree_verify", "gdn_output"),
+        *("attention_inputs", "tree_attention_splits", "tree_attention_join"),
+        *("add_norm", "commit_linear", "commit_kv"),
+    ),
     "dflash": ("tree_attention_splits", "tree_attention_join", "top_k_maxima", "top_k_rank"),
     "tfm": ("weaver_take", "weaver_attend", "weaver_project", "weaver_score", "weaver_offer"),
 }

@@ -11,7 +11,7 @@ import pytest
 from hopper import lower_for_hopper
 
 from pallas_kernels import choice
-from pallas_kernels.attention_inputs import Columns, attention_inputs, pallas, turns
+from pallas_kernels.attention_inputs import HeadColumns, attention_inputs, pallas, turns
 from pallas_kernels.attention_inputs.specs import EPS, REAL, SMALL, Spec, make_inputs, solve
 
 IMPLEMENTATIONS = ("reference", "xla", "pallas")
@@ -29,7 +29,7 @@ def specs(cases):
 
 
 @functools.cache
-def compiled(implementation: str, spec: Spec, columns: Columns | None):
+def compiled(implementation: str, spec: Spec, columns: HeadColumns | None):
     settings = {**spec.settings, "columns": columns, "implementation": implementation}
     return jax.jit(functools.partial(attention_inputs, **settings), compiler_options=FAST_COMPILE)
 
@@ -76,7 +76,7 @@ def test_values_in_blocks(block_n):
     q, k, v, positions, *weights = inputs.arguments(spec.dtype)
     cos, sin = turns(positions, spec.theta, spec.rotary, q.dtype)
     call = functools.partial(pallas.prepare, config=pallas.Config(block_n=block_n), interpret=True)
-    settings = (EPS, spec.heads, spec.key_heads, spec.zero_centred, Columns(step=spec.size))
+    settings = (EPS, spec.heads, spec.key_heads, spec.zero_centred, HeadColumns(step=spec.size))
     result = call(q, k, v, cos, sin, *weights, *settings)
     for x, exact in zip(result, solve(inputs, spec).values(), strict=True):
         assert error(x, exact) < TOLERANCE["float32"]
@@ -196,10 +196,22 @@ F32 = np.float32
         ({"rotary": 3}, ValueError, "rotary must be even and 2 to 16, got 3"),
         ({"rotary": 18}, ValueError, "rotary must be even and 2 to 16, got 18"),
         ({"theta": 0.0}, ValueError, "theta must be positive, got 0"),
-        ({"columns": Columns(step=15)}, ValueError, "step must be at least 16, the size of a he"),
-        ({"columns": Columns(step=32)}, ValueError, r"q must be \[5, 112 or more\] to hold 112"),
-        ({"columns": Columns(step=16, k=-1)}, ValueError, "column of k must not be negative"),
-        ({"columns": Columns(step=16, v=8)}, ValueError, r"v must be \[5, 40 or more\] to hold"),
+        (
+            {"columns": HeadColumns(step=15)},
+            ValueError,
+            "step must be at least 16, the size of",
+        ),
+        (
+            {"columns": HeadColumns(step=32)},
+            ValueError,
+            r"q must be \[5, 112 or more\] to",
+        ),
+        ({"columns": HeadColumns(step=16, k=-1)}, ValueError, "column of k must not be negative"),
+        (
+            {"columns": HeadColumns(step=16, v=8)},
+            ValueError,
+            r"v must be \[5, 40 or more\] to",
+        ),
         ({"implementation": "triton"}, ValueError, "implementation must be one of auto, pallas"),
     ],
 )

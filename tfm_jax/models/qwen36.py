@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels import gdn_tree
+from pallas_kernels.attention_inputs import HeadColumns, attention_inputs
 from pallas_kernels.gdn_inputs import Columns, gates, gdn_inputs, gdn_output
-from pallas_kernels.tree_attention import tree_attention
+from pallas_kernels.tree_attention import Gate, tree_attention
 from tfm_jax.config import LINEAR, VerifierConfig
 from tfm_jax.models.gated_delta import chunked_delta_rule, unit_length
 from tfm_jax.models.layers import (
@@ -26,7 +27,6 @@ from tfm_jax.models.layers import (
     RMSNorm,
     attend,
     project,
-    rotate,
 )
 from tfm_jax.tree import Topology
 
@@ -277,22 +277,37 @@ class GatedAttention(Projections):
 
         Returns the output [T, H] and the rows' own keys and values.
         """
-        c = self.config
-        rows = h.shape[0]
-        both, k, v = self.project_all(h)
-        both = both.reshape(rows, c.num_attention_heads, 2, c.head_dim)
-        q, gate = self.q_norm(both[:, :, 0]), both[:, :, 1]
-        k = self.k_norm(k.reshape(rows, c.num_key_value_heads, c.head_dim))
-        v = v.reshape(rows, c.num_key_value_heads, c.head_dim)
-        q = rotate(q, positions, c.rope_theta, c.rotary_dim)
-        k = rotate(k, positions, c.rope_theta, c.rotary_dim)
-        own = KVPending(key=jnp.swapaxes(k, 0, 1), value=jnp.swapaxes(v, 0, 1))
-        if cache is None:
-            mixed = attend(q, [(own.key, own.value, visible)])
+        c, step = self.config, 2 * self.config.head_dim  # a head's gate follows its query
+        if self.stacked is None:
+            both, k, v = self.project_all(h)
+            columns = HeadColumns(step=step)
         else:
-            mixed = tree_attention(q, own.key, own.value, visible, cache.key, cache.value, length)
-        mixed = mixed * jax.nn.sigmoid(gate)
-        return self.o_proj(mixed.reshape(rows, -1)), own
+            # Read where the product left them: every slice would be a launch.
+            both = k = v = self.stacked.joined(h)
+            columns = HeadColumns(**dict(zip("qkv", self.stacked.starts, strict=True)), step=step)
+        q, k, v = attention_inputs(
+            both,
+            k,
+            v,
+            positions,
+            self.q_norm.weight[...],
+            self.k_norm.weight[...],
+            c.rms_norm_eps,
+            heads=c.num_attention_heads,
+            key_heads=c.num_key_value_heads,
+            theta=c.rope_theta,
+            rotary=c.rotary_dim,
+            zero_centred=True,
+            columns=columns,
+            implementation="xla" if cache is None else "auto",  # training takes its gradient
+        )
+        gate = Gate(logits=both, first=columns.q + c.head_dim, step=step)
+        if cache is None:
+            mixed = attend(q, [(k, v, visible)])
+            mixed = (mixed * gate.factors(*q.shape[1:])).astype(q.dtype)
+        else:
+            mixed = tree_attention(q, k, v, visible, cache.key, cache.value, length, gate=gate)
+        return self.o_proj(mixed.reshape(h.shape[0], -1)), KVPending(key=k, value=v)
 
 
 class DecoderLayer(nnx.Module):
