@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import gc
 import json
+import os
 import pathlib
 import statistics
 import sys
@@ -32,6 +33,7 @@ from experiments.checkout import commit_id
 from experiments.kernels import log, matrix_rate, read_rate
 from experiments.loops import compile_loop
 from experiments.profiles import busy, by_name, waiting
+from experiments.store import store
 from pallas_kernels.benchmark import Chain, compile_chain
 from tfm_jax.config import Sampling, TreeConfig
 from tfm_jax.decoding.accept import Acceptance
@@ -79,6 +81,11 @@ class Setting:
         return f"{self.method}{budget} context={self.context}"
 
 
+def typical(budgets: list[int]) -> int:
+    """The budget that is timed at all contexts, and profiled."""
+    return 64 if 64 in budgets else budgets[0]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bench:
     """The networks under test."""
@@ -95,7 +102,7 @@ class Bench:
         self, methods: list[str], budgets: list[int], contexts: list[int]
     ) -> list[Setting]:
         """All methods and budgets at the first context; plain decoding and `tfm` at the others."""
-        first, middle = contexts[0], 64 if 64 in budgets else budgets[0]
+        first, middle = contexts[0], typical(budgets)
         found = [self.setting("ar", middle, context) for context in contexts]
         if "dflash" in methods:
             found.append(self.setting("dflash", middle, first))
@@ -312,26 +319,32 @@ def compile_phase(bench: Bench, phase: Phase, context: int) -> Chain:
     return compile_chain(functions[phase.name], [(trio, state)], rounds=ROUNDS)
 
 
-def time_phases(bench: Bench, settings: list[Setting]) -> list[dict[str, float]]:
-    """Milliseconds of draft, growth, verification, and acceptance with commit, by setting."""
-    context = settings[0].context
-    wanted = list(dict.fromkeys(phase for setting in settings for phase in phases_of(setting)))
+def compile_all(
+    bench: Bench, settings: list[Setting], phases: list[Phase], context: int
+) -> tuple[list[Program], dict[Phase, Chain]]:
+    """The loops of all settings and the phases, at one context, side by side."""
     begin = time.perf_counter()
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        chains = list(pool.map(lambda phase: compile_phase(bench, phase, context), wanted))
-    log(f"{len(wanted)} phases compiled in {time.perf_counter() - begin:.0f} s")
-    times = {
-        phase: chain.measure(REPEATS).median_us / 1e3
-        for phase, chain in zip(wanted, chains, strict=True)
-    }
-    found = []
-    for setting in settings:
+    with concurrent.futures.ThreadPoolExecutor(max((os.cpu_count() or 1) - 2, 2)) as pool:
+        programs = pool.map(functools.partial(compile_rounds, bench), settings)
+        chains = pool.map(lambda phase: compile_phase(bench, phase, context), phases)
+        made = list(programs), dict(zip(phases, chains, strict=True))
+    seconds = time.perf_counter() - begin
+    log(f"{len(settings)} loops and {len(phases)} phases compiled in {seconds:.0f} s")
+    return made
+
+
+def add_phases(
+    rows: list[dict[str, Any]], settings: list[Setting], chains: dict[Phase, Chain]
+) -> None:
+    """Adds to each row the milliseconds of draft, growth, verification, and accept + commit."""
+    times = {phase: chain.measure(REPEATS).median_us / 1e3 for phase, chain in chains.items()}
+    for row, setting in zip(rows, settings, strict=True):
         ms = {phase.name: times[phase] for phase in phases_of(setting)}
         if "propose" in ms:
             grown = ms.pop("propose") - ms["draft"]
             ms = {"draft": ms["draft"], "grow": grown, **ms}
-        found.append({name: round(value, 3) for name, value in ms.items()})
-    return found
+        row["phases_ms"] = {name: round(value, 3) for name, value in ms.items()}
+        log(f"{setting.name}: {row['phases_ms']}")
 
 
 def floor_bytes(bench: Bench, context: int) -> int:
@@ -382,34 +395,21 @@ def measure(
     prefills: list[int],
     phased: bool,
     profiled: bool,
-) -> dict[str, Any]:
-    """Runs everything; the report as it is stored."""
+) -> Iterator[dict[str, Any]]:
+    """Runs everything; yields what is known so far, at the end the whole report."""
     rates = {"read": read_rate(), "matrix": matrix_rate()} if on_gpu() else {}
     settings = bench.settings(methods, budgets, contexts)
-    begin = time.perf_counter()
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        programs = list(pool.map(functools.partial(compile_rounds, bench), settings))
-    log(f"{len(programs)} loops compiled in {time.perf_counter() - begin:.0f} s")
-    rounds = []
-    for program in programs:
-        row = time_rounds(bench, program)
-        if profiled and program.setting.context == contexts[0]:
-            row |= profile_rounds(bench, program)
-        rounds.append(row)
-        log(f"{program.setting.name}: {row}")
-        gc.collect()
-    plain = {row["context"]: row["round_ms"] for row in rounds if row["method"] == "ar"}
-    for row in rounds:
-        row["ratio_to_ar"] = round(row["round_ms"] / plain[row["context"]], 4)
-    if phased:
-        first = [i for i, setting in enumerate(settings) if setting.context == contexts[0]]
-        for i, phases in zip(first, time_phases(bench, [settings[i] for i in first]), strict=True):
-            rounds[i]["phases_ms"] = phases
-            log(f"{settings[i].name}: {phases}")
+    first = [setting for setting in settings if setting.context == contexts[0]]
+    phases = list(dict.fromkeys(phase for setting in first for phase in phases_of(setting)))
+    programs, chains = compile_all(bench, settings, phases if phased else [], contexts[0])
     floors = {c: floor_bytes(bench, c) for c in contexts}
     floor = lambda c: round(floors[c] / rates["read"] * 1e3, 3) if rates else None
-    largest = max(row["argument_bytes"] + row["temporary_bytes"] for row in rounds)
-    return {
+    rounds = [time_rounds(bench, program) for program in programs]
+    plain = {row["context"]: row["round_ms"] for row in rounds if row["method"] == "ar"}
+    for row, setting in zip(rounds, settings, strict=True):
+        row["ratio_to_ar"] = round(row["round_ms"] / plain[row["context"]], 4)
+        log(f"{setting.name}: {row}")
+    report: dict[str, Any] = {
         "floor_ms": floor(contexts[0]),
         "floors_ms": {str(c): floor(c) for c in contexts},
         "floor_bytes": {str(c): floors[c] for c in contexts},
@@ -417,11 +417,23 @@ def measure(
         "matrix_tflops": round(rates["matrix"] / 1e12, 1) if rates else None,
         "ar_ms": plain[contexts[0]],
         "rounds": rounds,
-        "prefill": time_prefill(bench, prefills, rates.get("matrix", 0.0)),
-        "peak_memory_bytes": largest,
-        "cached_compile_seconds": compile_again(bench, settings[-1]),
+        "prefill": [],
+        "peak_memory_bytes": max(row["argument_bytes"] + row["temporary_bytes"] for row in rounds),
         "timed": on_gpu(),
     }
+    yield report
+    add_phases([row for row in rounds if row["context"] == contexts[0]], first, chains)
+    chains.clear()
+    gc.collect()
+    yield report
+    report["prefill"] = time_prefill(bench, prefills, rates.get("matrix", 0.0))
+    yield report
+    for row, program in zip(rounds, programs, strict=True):
+        is_typical = row["method"] in ("ar", "dflash") or row["budget"] == typical(budgets)
+        if profiled and is_typical and program.setting in first:
+            row |= profile_rounds(bench, program)
+    report["cached_compile_seconds"] = compile_again(bench, settings[-1])
+    yield report
 
 
 def on_gpu() -> bool:
@@ -490,8 +502,10 @@ def main(arguments: list[str] | None = None) -> None:
     jax.block_until_ready(jax.tree.leaves(model.trio))
     log(f"{options.preset}: weights made in {time.perf_counter() - begin:.0f} s")
     setting["dtype"] = str(model.trio.verifier.dtype)
+    path = options.out / f"step_{device.replace(' ', '_').lower()}.json"
+    report: dict[str, Any] = {}
     with fresh_cache():
-        report = setting | measure(
+        for found in measure(
             Bench(trio=model.trio),
             methods=options.methods,
             budgets=options.budgets,
@@ -499,10 +513,9 @@ def main(arguments: list[str] | None = None) -> None:
             prefills=options.prefill,
             phased=not options.no_phases,
             profiled=on_gpu() and not options.no_profile,
-        )
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"step_{device.replace(' ', '_').lower()}.json"
-    path.write_text(json.dumps(report, indent=1) + "\n")
+        ):
+            report = setting | found
+            store(path, report)
     if options.json:
         print(json.dumps(report, indent=1))
     else:
