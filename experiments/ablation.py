@@ -34,8 +34,9 @@ from experiments.store import store
 from experiments.texts import Text, write_texts
 from tfm_jax.config import Sampling, TreeConfig
 from tfm_jax.decoding.accept import accept
+from tfm_jax.decoding.ddtree import ddtree
 from tfm_jax.decoding.draft import Draft
-from tfm_jax.decoding.grow import ddtree, grow, slots, weaver_scorer
+from tfm_jax.decoding.grow import grow, slots, weaver_scorer
 from tfm_jax.decoding.sampling import hide_padding, position_noise
 from tfm_jax.decoding.state import Request, Trio, make_request
 from tfm_jax.model import Model

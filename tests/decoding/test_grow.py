@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import heapq
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 from tfm_jax.config import TreeConfig
-from tfm_jax.decoding.grow import Expansion, chain, ddtree, grow, marginal_scorer, slots
+from tfm_jax.decoding.ddtree import _list_paths, count_paths, ddtree
+from tfm_jax.decoding.grow import Expansion, chain, grow, marginal_scorer, slots
 
 SETS = ("flat_d7", "generic_d15", "generic_d7", "narrow_d15", "padded_d7", "peaked_d15")
 TIES = ("peaked_d7", "ties_d15", "ties_d7")
@@ -69,14 +71,82 @@ def test_growth_equals_the_oracle(fixtures, name, kind):
         assert_equal(build(shape), golden, kind, row, int(budget))
 
 
+@pytest.fixture(params=["list", "levels"])
+def both_ways(request, monkeypatch):
+    """Trees chosen from one list, and level by level as larger budgets are."""
+    if request.param == "levels":
+        monkeypatch.setattr("tfm_jax.decoding.ddtree._LONGEST_LIST", 0)
+
+
 @pytest.mark.parametrize("name", SETS + TIES)
-def test_ddtree_equals_its_own_rule(fixtures, name):
+def test_ddtree_equals_its_own_rule(fixtures, name, both_ways):
     golden = np.load(fixtures / "tree_rules" / f"build_{name}.npz")
     ids = jnp.asarray(golden["pool_ids"])
     marginal = jnp.where(ids >= 0, golden["marginal_logp"], -jnp.inf)
     for row, budget in enumerate(golden["ddtree_budget"]):
-        tree = jax.jit(ddtree, static_argnums=3)(golden["root_token"], ids, marginal, int(budget))
+        tree = build_ddtree(golden["root_token"], ids, marginal, int(budget))
         assert_equal(tree, golden, "ddtree", row, int(budget))
+
+
+def build_ddtree(root, ids, logprobs, budget: int):
+    # A new function each time: how the tree is chosen is no argument of it.
+    return jax.jit(lambda *args: ddtree(*args, budget))(root, ids, logprobs)
+
+
+def search(logprobs: np.ndarray, budget: int) -> list[tuple[float, tuple[int, ...]]]:
+    """The best (score, ranks) by search from a heap, each path offering its children and itself."""
+    order = np.argsort(-logprobs, axis=1, kind="stable")
+    sorted_ = np.take_along_axis(logprobs, order, axis=1)
+
+    def score(places: tuple[int, ...]) -> np.float32:
+        return functools.reduce(lambda s, x: s + x, sorted_[range(len(places)), places])
+
+    heap, found = [(-score((0,)), (0,))], []
+    while heap and len(found) < budget:
+        negative, places = heapq.heappop(heap)
+        found.append((-negative, tuple(int(order[d, c]) for d, c in enumerate(places))))
+        further = [(*places[:-1], places[-1] + 1)] if places[-1] + 1 < logprobs.shape[1] else []
+        if len(places) < len(logprobs):
+            further.append((*places, 0))
+        for path in further:
+            if score(path) > -np.inf:
+                heapq.heappush(heap, (-score(path), path))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("depth", "pool", "budget", "step"),
+    [(15, 40, 64, 0), (15, 40, 64, 0.25), (4, 300, 100, 0.5), (3, 2, 64, 0), (1, 5, 3, 1)],
+)
+def test_ddtree_equals_a_search(both_ways, depth, pool, budget, step):
+    """Candidates in any order, as noise leaves them, some absent, some equally probable."""
+    rng = np.random.default_rng(depth)
+    logprobs = -rng.exponential(1.5, (depth, pool)).astype(np.float32)
+    if step:  # sums are exact then, and tie
+        logprobs = -step * np.round(-logprobs / step)
+    logprobs[:, pool // 2] = -np.inf
+    ids = rng.permutation(depth * pool).astype(np.int32).reshape(depth, pool)
+    tree = arrays(build_ddtree(jnp.int32(7), jnp.asarray(ids), jnp.asarray(logprobs), budget))
+    expected = search(logprobs, budget)
+    assert int(tree["valid"].sum()) == 1 + len(expected)
+    for row, (score, ranks) in enumerate(expected, start=1):
+        path, at = [], row
+        while at > 0:
+            path.append(int(tree["ranks"][at]))
+            at = tree["parents"][at]
+        assert tuple(path[::-1]) == ranks
+        assert tree["scores"][row] == score
+        assert tree["depths"][row] == len(ranks)
+        assert tree["tokens"][row] == ids[len(ranks) - 1, ranks[-1]]
+        assert tree["logprobs"][row] == logprobs[len(ranks) - 1, ranks[-1]]
+
+
+def test_the_list_of_paths_is_counted_without_making_it():
+    for budget, depth, children in ((1, 3, 1), (31, 7, 31), (64, 15, 12)):
+        paths = _list_paths(budget, depth, children)
+        assert count_paths(budget, depth, children) == len(paths.last)
+        names = [tuple(paths.places[:d, i]) for i, d in enumerate(paths.depth)]
+        assert names == sorted(set(names))
 
 
 def test_chain_is_the_best_token_of_each_depth():

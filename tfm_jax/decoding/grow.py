@@ -11,13 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.weaver_step import Pools, weaver_grow
-from tfm_jax.config import MAX_POOL, TreeConfig
+from tfm_jax.config import TreeConfig
 from tfm_jax.decoding.draft import Draft
 from tfm_jax.decoding.state import Trio
 from tfm_jax.models.weaver import pool_logits
 from tfm_jax.tree import NO_PARENT, ROOT, Tree, plant
-
-_RANK_BITS = MAX_POOL.bit_length()
 
 
 @jax.tree_util.register_dataclass
@@ -257,68 +255,4 @@ def chain(root: jax.Array, ids: jax.Array, logprobs: jax.Array, budget: int) -> 
         logprob=tree.logprob.at[1:].set(step),
         rank=tree.rank.at[1:].set(rank),
         valid=jnp.ones((nodes + 1,), bool),
-    )
-
-
-def ddtree(root: jax.Array, ids: jax.Array, logprobs: jax.Array, budget: int) -> Tree:
-    """The `budget` most probable paths under independent marginals (DDTree's own rule).
-
-    A path is at most as probable as its beginning, so best-first order is plain order by
-    (score, rank path), and the best nodes of each depth can be found level by level. Ties go
-    to the first rank path in dictionary order, a path before its extensions.
-
-    Args:
-      root: int32 scalar.
-      ids, logprobs: [D, K]; any number of children is allowed.
-      budget: nodes.
-    """
-    chex.assert_equal_shape([ids, logprobs])
-    depth_limit, pool = ids.shape
-    if pool > MAX_POOL:
-        raise ValueError(f"pools hold at most {MAX_POOL} candidates, got {pool}")
-    children = min(pool, budget)
-    # Candidates in rank order, so that flat indices below run in dictionary order.
-    ranks = jnp.sort(jax.lax.top_k(logprobs, children)[1], axis=-1)  # [D, C]
-    steps = jnp.take_along_axis(logprobs, ranks, axis=-1)
-
-    score = jnp.where(jnp.arange(budget) == 0, 0.0, -jnp.inf)  # the root, as a level of its own
-    path = jnp.zeros((budget, depth_limit), jnp.int32)  # rank + 1 of every step, 0 past the end
-    levels = []
-    for d in range(depth_limit):
-        candidates = (score[:, None] + steps[d]).reshape(-1)
-        kept = min(budget, candidates.size)
-        chosen = jnp.sort(jax.lax.top_k(candidates, kept)[1])
-        chosen = jnp.pad(chosen, (0, budget - kept))
-        above, order = chosen // children, chosen % children
-        score = jnp.where(jnp.arange(budget) < kept, candidates[chosen], -jnp.inf)
-        path = path[above].at[:, d].set(ranks[d, order] + 1)
-        rank = ranks[d, order]
-        levels.append((score, steps[d, order], rank, ids[d, rank], above, path))
-    score, step, rank, token, above, path = (
-        jnp.concatenate(parts) for parts in zip(*levels, strict=True)
-    )
-    level = jnp.repeat(jnp.arange(depth_limit, dtype=jnp.int32), budget)
-
-    path = jnp.pad(path, ((0, 0), (0, depth_limit % 2)))
-    words = (path[:, 0::2] << _RANK_BITS) | path[:, 1::2]
-    place = jnp.arange(score.size, dtype=jnp.int32)
-    keys = (-score, *words.T, place)
-    order = jax.lax.sort(keys, num_keys=len(keys) - 1)[-1]
-    row = jnp.zeros_like(place).at[order].set(place + 1)  # place -> row of the tree
-    best = order[:budget]
-    parent = jnp.where(level[best] == 0, ROOT, row[(level[best] - 1) * budget + above[best]])
-    real = score[best] > -jnp.inf
-
-    def rows(first, rest: jax.Array, padding) -> jax.Array:
-        rest = jnp.where(real, rest, padding)
-        return jnp.concatenate([jnp.asarray([first], rest.dtype), rest])
-
-    return Tree(
-        token=rows(0, token[best], 0).at[ROOT].set(root),
-        parent=rows(NO_PARENT, parent, NO_PARENT),
-        depth=rows(0, level[best] + 1, 0),
-        score=rows(0.0, score[best], -jnp.inf),
-        logprob=rows(0.0, step[best], -jnp.inf),
-        rank=rows(-1, rank[best].astype(jnp.int32), -1),
-        valid=rows(True, real, False),
     )

@@ -7,10 +7,10 @@ from typing import Literal, get_args
 from tfm_jax.config import TreeConfig
 from tfm_jax.decoding.accept import Acceptance, accept
 from tfm_jax.decoding.commit import commit
+from tfm_jax.decoding.ddtree import ddtree
 from tfm_jax.decoding.draft import draft
 from tfm_jax.decoding.grow import (
     chain,
-    ddtree,
     grow,
     grow_fused,
     slots,
