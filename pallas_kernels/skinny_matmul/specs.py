@@ -35,14 +35,14 @@ def make_inputs(spec: Spec, seed: int = 0) -> tuple[jax.Array, jax.Array]:
 
 def solve(arguments) -> np.ndarray:
     """Returns the exact product [M, N], float64 numpy."""
-    x, weight = (np.asarray(a).astype(np.float64) for a in arguments)
+    x, weight = (np.asarray(a, np.float64) for a in arguments)
     return x @ weight.T
 
 
 def joined(result: jax.Array) -> np.ndarray:
     """A result as float64 [M, N], its parts summed if it came in parts."""
-    result = np.asarray(result).astype(np.float64)
-    return result.sum(0) if result.ndim == 3 else result
+    found = np.asarray(result, np.float64)
+    return found.sum(0) if found.ndim == 3 else found
 
 
 # Rows about the edges of tiles, outputs about those of blocks, splits that do not come out even.
