@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from pallas_kernels.attention_inputs import AttentionInputs, HeadColumns, attention_inputs
+from pallas_kernels.choice import Implementation
 from pallas_kernels.tree_attention import tree_attention
 from tfm_jax.config import DrafterConfig
 from tfm_jax.models.layers import (
@@ -87,6 +89,7 @@ class DrafterAttention(Projections):
         self.o_proj = Linear(queries, hidden, rngs=rngs, dtype=dtype)
         self.q_norm = RMSNorm(size, config.rms_norm_eps, dtype=dtype)
         self.k_norm = RMSNorm(size, config.rms_norm_eps, dtype=dtype)
+        self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = size
         self.rope_theta = config.rope_theta
 
@@ -106,7 +109,7 @@ class DrafterAttention(Projections):
         own: jax.Array,
     ) -> jax.Array:
         """Over context keys and values and who sees them, bool [B, S]: the training form."""
-        query, key, value = self._inputs(x, positions)
+        query, key, value = self._inputs(x, positions, "xla")  # training takes its gradient
         mixed = attend(query, [context, (key, value, own)])
         return self.o_proj(mixed.reshape(x.shape[0], -1))
 
@@ -119,13 +122,28 @@ class DrafterAttention(Projections):
         own: jax.Array,
     ) -> jax.Array:
         """Over cached keys and values up to a length; the result [B, H] may come in parts."""
-        mixed = tree_attention(*self._inputs(x, positions), own, *cache, window=window)
+        mixed = tree_attention(*self._inputs(x, positions, "auto"), own, *cache, window=window)
         return self.o_proj.parts(mixed.reshape(x.shape[0], -1))
 
-    def _inputs(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        query, key, value = self.project_all(x)
-        query = rotate(self.q_norm(self._heads(query)), positions, self.rope_theta, self.head_dim)
-        return query, *self.keys_values(key, value, positions)
+    def _inputs(
+        self, x: jax.Array, positions: jax.Array, implementation: Implementation
+    ) -> AttentionInputs:
+        (query, key, value), starts = self.project_in_place(x)
+        return attention_inputs(
+            query,
+            key,
+            value,
+            positions,
+            self.q_norm.weight[...],
+            self.k_norm.weight[...],
+            self.q_norm.eps,
+            heads=self.heads,
+            key_heads=self.key_heads,
+            theta=self.rope_theta,
+            rotary=self.head_dim,
+            columns=HeadColumns(**dict(zip("qkv", starts, strict=True)), step=self.head_dim),
+            implementation=implementation,
+        )
 
     def _heads(self, x: jax.Array) -> jax.Array:
         return x.reshape(x.shape[0], -1, self.head_dim)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels import attention_inputs
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.skinny_matmul import skinny_matmul
 
@@ -126,6 +127,15 @@ class Projections(nnx.Module):
             return self.stacked(x)
         return [getattr(self, name)(x) for name in self.names]
 
+    def project_in_place(self, x: jax.Array) -> tuple[list[jax.Array], tuple[int, ...]]:
+        """For every map the array [N, ...] that holds its output, and the output's first column.
+
+        Stacked, it is one array for all: who reads it there saves the launches of slices.
+        """
+        if self.stacked is not None:
+            return [self.stacked.joined(x)] * len(self.names), self.stacked.starts
+        return self.project_all(x), (0,) * len(self.names)
+
     def stack(self) -> None:
         """Joins the maps in place; the separate weights are let go."""
         self.stacked = Stacked([getattr(self, name) for name in self.names])
@@ -174,11 +184,7 @@ def rotate(x: jax.Array, positions: jax.Array, theta: float, width: int) -> jax.
       theta: frequency base; frequency j is `theta ** (-2 j / width)`.
       width: even, at most D; the other channels pass unchanged.
     """
-    frequencies = theta ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
-    angles = positions.astype(jnp.float32)[:, None, None] * frequencies  # [T, 1, width / 2]
-    cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
-    a, b, rest = x[..., : width // 2], x[..., width // 2 : width], x[..., width:]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
+    return attention_inputs.rotate(x, *attention_inputs.turns(positions, theta, width, x.dtype))
 
 
 def attend(

@@ -184,13 +184,8 @@ class GatedDeltaNet(Projections):
         The output [N, H] may come in parts, as `RMSNorm.after` takes it.
         """
         c = self.config
-        columns = None
-        if self.stacked is None:
-            inputs, z, b, a = self.project_all(h)
-        else:
-            # Read where the product left them: every slice would be a launch.
-            inputs = z = b = a = self.stacked.joined(h)
-            columns = Columns(**dict(zip("xzba", self.stacked.starts, strict=True)))
+        (inputs, z, b, a), starts = self.project_in_place(h)
+        columns = Columns(**dict(zip("xzba", starts, strict=True)))
         rows = gdn_inputs(
             inputs,
             cache.history,
@@ -223,8 +218,7 @@ class GatedDeltaNet(Projections):
             log_decay=result.log_decay,
             inputs=inputs,
         )
-        out = self._output(z, result.out, None if columns is None else columns.z)
-        return self.out_proj.parts(out), pending
+        return self.out_proj.parts(self._output(z, result.out, columns.z)), pending
 
     def _heads(self, taps: list[jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         c = self.config
@@ -275,16 +269,11 @@ class GatedAttention(Projections):
     ) -> tuple[jax.Array, KVPending]:
         """Rows [T, H] over the first `length` cache rows and, where `visible` [T, T], each other.
 
-        Returns the output [T, H] and the rows' own keys and values.
+        Returns what `o_proj` takes, [T, heads * D], and the rows' own keys and values.
         """
         c, step = self.config, 2 * self.config.head_dim  # a head's gate follows its query
-        if self.stacked is None:
-            both, k, v = self.project_all(h)
-            columns = HeadColumns(step=step)
-        else:
-            # Read where the product left them: every slice would be a launch.
-            both = k = v = self.stacked.joined(h)
-            columns = HeadColumns(**dict(zip("qkv", self.stacked.starts, strict=True)), step=step)
+        (both, k, v), starts = self.project_in_place(h)
+        columns = HeadColumns(**dict(zip("qkv", starts, strict=True)), step=step)
         q, k, v = attention_inputs(
             both,
             k,
@@ -307,7 +296,7 @@ class GatedAttention(Projections):
             mixed = (mixed * gate.factors(*q.shape[1:])).astype(q.dtype)
         else:
             mixed = tree_attention(q, k, v, visible, cache.key, cache.value, length, gate=gate)
-        return self.o_proj(mixed.reshape(h.shape[0], -1)), KVPending(key=k, value=v)
+        return mixed.reshape(h.shape[0], -1), KVPending(key=k, value=v)
 
 
 class DecoderLayer(nnx.Module):
@@ -338,6 +327,7 @@ class DecoderLayer(nnx.Module):
             rows = jnp.arange(x.shape[0])
             causal = rows[:, None] >= rows
             mixed, own = self.self_attn.attend(h, start + rows, causal, cache, start)
+            mixed = self.self_attn.o_proj(mixed)
             cache = KVCache(
                 key=_write(cache.key, own.key, start), value=_write(cache.value, own.value, start)
             )
@@ -349,8 +339,9 @@ class DecoderLayer(nnx.Module):
         """What the mixer makes of normed tree rows `h` [N, H], perhaps in parts."""
         if isinstance(cache, LinearCache):
             return self.linear_attn.verify(h, cache, topology)
-        positions = length + topology.depths
-        return self.self_attn.attend(h, positions, topology.ancestors, cache, length)
+        attention, positions = self.self_attn, length + topology.depths
+        mixed, own = attention.attend(h, positions, topology.ancestors, cache, length)
+        return attention.o_proj.parts(mixed), own
 
     def forward(self, x: jax.Array) -> jax.Array:
         h, rows = self.input_layernorm(x), jnp.arange(x.shape[0])
@@ -359,6 +350,7 @@ class DecoderLayer(nnx.Module):
             mixed, _ = self.linear_attn.prefill(h, cache, x.shape[0])
         else:
             mixed, _ = self.self_attn.attend(h, rows, rows[:, None] >= rows, None, 0)
+            mixed = self.self_attn.o_proj(mixed)
         return self._finish(x + mixed)
 
     def _finish(self, x: jax.Array) -> jax.Array:
