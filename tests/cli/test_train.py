@@ -219,6 +219,8 @@ def spoiled(given: Path, edit) -> str:
         (["--seconds", "-1"], "seconds must be positive, got -1.0"),
         (["--seed", "-1"], "seed must lie in 0..4294967295, got -1"),
         (["--save-every", "-1"], "save_every must be at least 0"),
+        (["--devices", "0"], "devices must be positive, got 0"),
+        (["--devices", "99"], "99 devices asked for, 1 found"),
         (["--corpus", "nowhere"], "corpus and text both name the text"),
         (["--model", "nowhere"], "nowhere: no such directory"),
         (["--config", "nowhere.json"], "nowhere.json"),

@@ -13,6 +13,7 @@ from tfm_jax.config import Sampling, TreeConfig
 from tfm_jax.decoding.generate import decode, rounds_limit
 from tfm_jax.decoding.prefill import prefill
 from tfm_jax.decoding.state import Trio, make_request
+from tfm_jax.training import continuations
 from tfm_jax.training.batches import token_dtype
 from tfm_jax.training.continuations import Continuations, generate_continuations, write_on
 
@@ -58,6 +59,42 @@ def test_batches_of_continuations(tiny_trio: Trio, capsys: pytest.CaptureFixture
         given = prompts.reshape(12, 12)[row]
         np.testing.assert_array_equal(texts.tokens[row, :length], given[:length])
     assert "tokens_per_second" in capsys.readouterr().out
+
+
+def test_a_loop_is_a_copy() -> None:
+    tokens = np.random.default_rng(2).integers(0, 1000, (4, 60)).astype(np.uint16)
+    tokens[1, 20:] = np.resize(tokens[1, 17:20], 40)  # a loop of three from 17 on
+    tokens[2, 30:55] = tokens[2, 5:30]  # a long quotation
+    tokens[3, 3:11] = tokens[3, 12:20]  # too short by a token ...
+    tokens[3, 10] += 1
+    tokens[3, 20:40] = tokens[0, 20:40]  # ... and what another text says
+    found = Continuations(
+        tokens=tokens,
+        prompt=np.array([4, 10, 40, 4], np.int32),
+        temperature=np.zeros(4, np.float32),
+    ).copied()
+    # Tokens 27 to 59 of the loop end a run of eight that was there before; 40 to 54 of the third.
+    np.testing.assert_allclose(found, [0, 33 / 50, 15 / 20, 0])
+
+
+def test_texts_that_repeat_themselves_are_left_out(
+    tiny_trio: Trio, monkeypatch, capsys: pytest.CaptureFixture
+) -> None:
+    rows = np.stack([np.resize([5, 6], 40), np.arange(40)] * 2)
+    monkeypatch.setattr(continuations, "write_on", lambda *_, total: jnp.asarray(rows))
+    prompts = np.zeros((1, 4, 6), np.int32)
+
+    def kept(most_copied: float) -> list:
+        texts = generate_continuations(
+            tiny_trio.verifier, prompts.__getitem__, total=40, batches=1, most_copied=most_copied
+        )
+        return texts.temperature.tolist() + texts.tokens[:, 1].tolist()
+
+    assert kept(1.0) == [0, 0, 1, 1] + [6, 1] * 2
+    assert kept(0.5) == [0, 1, 1, 1]
+    assert "rows 4  kept 2" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"most_copied must lie in 0..1, got 2"):
+        kept(2)
 
 
 def texts(rows: int = 7, length: int = 20) -> Continuations:

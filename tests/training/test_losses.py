@@ -319,6 +319,63 @@ def test_a_bad_logit_of_a_row_that_counts_is_not_hidden():
     assert jnp.isnan(losses.lk_loss(terms))
 
 
+def test_rows_count_as_far_as_a_tree_reaches():
+    random = np.random.default_rng(5)
+    q = np.array([[0.5, 0.1, 0.2, 0.9], [0.9, 0.0, 0.5, 0.5]])
+    with np.errstate(divide="ignore"):
+        reach = losses.tree_reach(jnp.log(jnp.asarray(q, jnp.float32)), 10)
+    np.testing.assert_allclose(reach, [[1, 1, 0.5, 0.1], [1, 1, 0, 0]], rtol=1e-5)
+    draft, target = (jnp.asarray(random.normal(size=(2, 4, 6)), jnp.float32) for _ in range(2))
+    valid = jnp.ones((2, 4), bool).at[0, 2].set(False)
+
+    def loss(draft: jax.Array, reach: jax.Array | None) -> jax.Array:
+        terms = losses.pool_terms(draft, jax.nn.log_softmax(target), valid)
+        return losses.lk_loss(terms, mode="position", eta=1.0, reach=reach)
+
+    terms = losses.pool_terms(draft, jax.nn.log_softmax(target), valid)
+    share = np.exp(-np.asarray(terms.alpha))
+    rows = share * np.asarray(terms.kl) + (1 - share) * np.asarray(terms.tv)
+    weights = np.asarray(reach) * np.asarray(valid)
+    assert float(loss(draft, reach)) == pytest.approx((rows * weights).sum() / weights.sum(), 1e-5)
+    assert float(loss(draft, None)) == pytest.approx(float(loss(draft, jnp.ones((2, 4)))), 1e-6)
+    gradient = np.abs(np.asarray(jax.grad(loss)(draft, reach))).max(axis=-1)
+    np.testing.assert_array_equal(gradient > 0, weights > 0)
+    slope = jax.grad(lambda x: losses.tree_reach(jax.nn.log_softmax(x), 2).sum())(draft[..., 0])
+    np.testing.assert_array_equal(slope, 0)
+    with pytest.raises(ValueError, match="nodes must be positive, got 0"):
+        losses.tree_reach(jnp.zeros((1, 2)), 0)
+
+
+def test_noise_is_that_of_the_draw():
+    """Noise made for drawn tokens is Gumbel noise, as that is which draws the tokens."""
+    p = np.array([0.5, 0.3, 0.15])  # and 0.05 outside the pool
+    random = np.random.default_rng(0)
+    tokens = random.choice(4, size=40_000, p=[*p, 0.05])
+    log_p = jnp.broadcast_to(jnp.log(jnp.asarray(p, jnp.float32)), (tokens.size, 3))
+    drawn = jnp.asarray(tokens)[:, None] == jnp.arange(3)
+    noise = np.asarray(losses.drawing_noise(jax.random.key(1), log_p, drawn))
+    best = np.argmax(np.log(p) + noise, axis=-1)
+    np.testing.assert_array_equal(best[tokens < 3], tokens[tokens < 3])
+    # A Gumbel variable has mean 0.5772 and variance pi^2 / 6; 40,000 draws know both to 0.03.
+    np.testing.assert_allclose(noise.mean(axis=0), 0.5772, atol=0.03)
+    np.testing.assert_allclose(noise.var(axis=0), np.pi**2 / 6, atol=0.06)
+    np.testing.assert_allclose(np.corrcoef(noise.T)[np.triu_indices(3, 1)], 0, atol=0.02)
+    alone = jnp.asarray([[-jnp.inf, 0.0, -jnp.inf]])
+    found = losses.drawing_noise(jax.random.key(1), alone, alone == 0)
+    np.testing.assert_array_equal(found, np.zeros((1, 3)))
+
+
+def test_a_share_of_the_loss_is_the_cross_entropy_of_the_draw():
+    draft = jnp.asarray(np.random.default_rng(6).normal(size=(3, 4)), jnp.float32)
+    valid = jnp.ones((3,), bool)
+    terms = losses.pool_terms(draft, jax.nn.log_softmax(draft[::-1]), valid)
+    drawn = jnp.asarray([-1.0, -3.0, -jnp.inf])
+    plain = float(losses.lk_loss(terms, mode="fixed"))
+    found = float(losses.lk_loss(terms, mode="fixed", drawn=drawn, share=0.25))
+    assert found == pytest.approx(0.75 * plain + 0.25 * 4 / 3, rel=1e-6)
+    assert np.isfinite(jax.grad(lambda d: losses.lk_loss(terms, drawn=d, share=0.5))(drawn)).all()
+
+
 def test_labels_outside_the_pool_are_reported():
     ids = jnp.asarray([[3, 5], [3, 5], [-1, 5], [3, 5]], jnp.int32)
     labels = jnp.asarray([5, 4, -1, 3], jnp.int32)

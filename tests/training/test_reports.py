@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import pytest
 
 from tfm_jax.training.plots import plot_training
 from tfm_jax.training.report import read_log
-from tfm_jax.training.tensorboard import TensorBoard
+from tfm_jax.training.tensorboard import TensorBoard, require_tensorboard
 
 RECORDS = [
     {"title": "verifier", "step": 2, "loss": 3.0, "gradient_norm": 1.0},
@@ -60,6 +61,17 @@ def test_a_line_that_was_cut_off_is_left_out_and_another_refused(log: Path) -> N
     log.write_text("")
     with pytest.raises(ValueError, match="no record of training"):
         plot_training(log, log.with_name("a.svg"))
+
+
+def test_an_extra_installs_what_tensorboard_files_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))
+    extras = project["project"]["optional-dependencies"]
+    assert [name.split(">=")[0] for name in extras["tensorboard"]] == ["tensorboardX"]
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(
+        ImportError, match=r"need tensorboardX: pip install 'tfm-jax\[tensorboard\]'"
+    ):
+        require_tensorboard()
 
 
 def test_records_go_to_tensorboard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -133,6 +133,28 @@ def test_both_ways_to_score_give_one_loss(tiny_trio: Trio, monkeypatch) -> None:
     assert float(jnp.abs(gradient).max()) > 1e-3
 
 
+def test_a_path_is_as_probable_as_its_scores_say(tiny_trio: Trio) -> None:
+    tokens = rows()["tokens"][0]
+    scores = jax.jit(path_scores)(tiny_trio, tokens, ANCHORS, jnp.ones((4,), bool), jnp.float32(1))
+    found = np.asarray(training.path_log_probs(scores))
+    whole = np.asarray(jax.nn.log_softmax(scores.logits, axis=-1))
+    ids, label = np.asarray(scores.ids), np.asarray(scores.label)
+    inside = 0
+    for place in np.ndindex(label.shape):
+        at = np.flatnonzero(ids[place] == label[place])
+        expected = whole[place][at[0]] if at.size else -np.inf
+        np.testing.assert_allclose(found[place], expected, atol=1e-5)
+        inside += bool(np.isfinite(expected))
+    assert 0 < inside < label.size
+    certain = jnp.where(scores.ids == scores.label[..., None], 0.0, -jnp.inf)
+    greedy = dataclasses.replace(scores, target=certain)
+    unnoised = training.path_log_probs(greedy, jax.random.key(0))
+    np.testing.assert_allclose(unnoised, found, atol=1e-5)
+    noised = np.asarray(training.path_log_probs(scores, jax.random.key(0)))
+    known = np.isfinite(found)
+    assert np.mean(np.abs(noised[known] - found[known])) > 0.1
+
+
 def test_labels_outside_the_pool_are_reported(tiny_trio: Trio) -> None:
     """The pool of a random drafter misses most of the text."""
     loss, metrics = jax.jit(weaver_loss, static_argnames="recipe")(

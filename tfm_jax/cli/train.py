@@ -43,6 +43,7 @@ class RunOptions:
       dtype: Type to compute in; parameters are float32. [default: float32 on a CPU, else bfloat16]
       resume: Go on from the newest checkpoint in --out.
       save_every: Seconds between checkpoints.
+      devices: Split the rows of each step among so many devices.
       tensorboard: Folder for TensorBoard, too.
       plot: Draw training.svg from the log.
       json: Print one JSON object and nothing else.
@@ -59,6 +60,7 @@ class RunOptions:
     dtype: Literal["float32", "bfloat16"] | None = None
     resume: bool = False
     save_every: float = 60.0
+    devices: int = 1
     tensorboard: Path | None = None
     plot: bool = False
     json: bool = False

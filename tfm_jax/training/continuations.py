@@ -27,6 +27,8 @@ from tfm_jax.models.qwen36 import Cache, Verifier
 from tfm_jax.training.batches import token_dtype
 from tfm_jax.tree import ROOT, plant, topology
 
+COPY = 8  # tokens in a row that count as a copy when they return
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Continuations:
@@ -119,6 +121,26 @@ class Continuations:
                 "tokens after a prompt of at least 2"
             )
         return keep
+
+    def copied(self, length: int = COPY) -> np.ndarray:
+        """Share of each continuation that repeats what the text said before, float64 [R].
+
+        A token counts if the `length` tokens that end with it stand earlier in the same text.
+        """
+        rows, total = self.tokens.shape
+        if total <= length:
+            return np.zeros(rows)
+        windows = np.lib.stride_tricks.sliding_window_view(self.tokens, length, axis=1)
+        factors = np.random.default_rng(length).integers(2**64, size=length, dtype=np.uint64) | 1
+        marks = np.zeros(windows.shape[:2], np.uint64)  # equal windows have equal marks
+        for j, factor in enumerate(factors):
+            marks += windows[:, :, j].astype(np.uint64) * factor
+        order = np.argsort(marks, axis=1, kind="stable")
+        ranked = np.take_along_axis(marks, order, axis=1)
+        again = np.zeros(marks.shape, bool)
+        np.put_along_axis(again, order[:, 1:], ranked[:, 1:] == ranked[:, :-1], axis=1)
+        written = np.arange(length - 1, total) >= self.prompt[:, None]
+        return (again & written).sum(axis=1) / np.maximum(total - self.prompt, 1)
 
     def usable(self, depth: int) -> Continuations:
         """The rows with room, see `room`."""
@@ -254,10 +276,14 @@ def generate_continuations(
     batches: int,
     shortest: int = 8,
     greedy_share: float = 0.5,
+    most_copied: float = 1.0,
     seed: int = 0,
     seconds: float | None = None,
 ) -> Continuations:
     """Generates batch after batch of continuations, at temperatures 0 and 1.
+
+    A small verifier's greedy texts soon run in a loop, which any drafter follows: `most_copied`
+    below 1 leaves out the texts that have little else to teach.
 
     Args:
       verifier: the model, on the device.
@@ -266,9 +292,16 @@ def generate_continuations(
       batches: how many, at most.
       shortest: prompts are cut to random lengths from here to P.
       greedy_share: share of rows at temperature 0.
+      most_copied: largest share of a continuation that may repeat the text before, see
+        `Continuations.copied`.
       seed: of lengths and noise.
       seconds: stop before a batch that would end later than this; the first is always made.
+
+    Raises:
+      ValueError: `most_copied` is no share.
     """
+    if not 0 <= most_copied <= 1:
+        raise ValueError(f"most_copied must lie in 0..1, got {most_copied}")
     run = jax.jit(write_on, static_argnames="total")
     begin = time.monotonic()
     parts: list[Continuations] = []
@@ -285,17 +318,17 @@ def generate_continuations(
         temperature = hot.astype(np.float32)
         seeds = random.integers(2**32, size=rows, dtype=np.uint32)
         written = run(verifier, given, lengths, temperature, seeds, total=total)
-        parts.append(
-            Continuations(
-                tokens=np.asarray(written).astype(token_dtype(verifier.config.vocab_size)),
-                prompt=lengths,
-                temperature=temperature,
-            )
+        texts = Continuations(
+            tokens=np.asarray(written).astype(token_dtype(verifier.config.vocab_size)),
+            prompt=lengths,
+            temperature=temperature,
         )
+        kept = texts.rows(texts.copied() <= most_copied)
+        parts.append(kept)
         took = time.monotonic() - started
         print(
-            f"continuations: batch {i + 1}  rows {rows}  seconds {took:.1f}  "
-            f"tokens_per_second {rows * total / took:.5g}",
+            f"continuations: batch {i + 1}  rows {rows}  kept {len(kept.tokens)}  "
+            f"seconds {took:.1f}  tokens_per_second {rows * total / took:.5g}",
             flush=True,
         )
     fields = (f.name for f in dataclasses.fields(Continuations))

@@ -25,6 +25,7 @@ from tfm_jax.models.qwen36 import Hidden, Verifier
 from tfm_jax.training.checkpoint import Checkpoints
 from tfm_jax.training.continuations import Continuations
 from tfm_jax.training.losses import decayed_cross_entropy, dpace_cross_entropy
+from tfm_jax.training.parallel import Spread
 from tfm_jax.training.report import Record
 from tfm_jax.training.trainer import (
     Loss,
@@ -80,6 +81,7 @@ def train_drafter(
     seconds: float | None = None,
     checkpoints: Checkpoints | None = None,
     on_record: Callable[[Record], None] | None = None,
+    spread: Spread | None = None,
 ) -> TrainState:
     """Trains a new drafter; the state holds float32 parameters.
 
@@ -90,7 +92,7 @@ def train_drafter(
       optimiser: optimiser and number of steps.
       recipe: loss and batch.
       seed: of the initial weights, the anchors and the order of the texts.
-      log, log_every, seconds, checkpoints, on_record: see `fit`.
+      log, log_every, seconds, checkpoints, on_record, spread: see `fit`.
 
     Raises:
       ValueError: no text has room for a block after its prompt, or a token is unknown to the
@@ -99,10 +101,12 @@ def train_drafter(
     texts.check(verifier.config.vocab_size)
     usable, facts = texts.counted(config.depth, "dflash")
     rows = usable.batches(recipe.rows, seed)
+    spread = spread or Spread()
+    verifier = spread.copy(verifier)
     return fit(
         initial_drafter(config, seed),
         drafter_objective(config, recipe),
-        lambda step: (verifier, rows(step)),
+        lambda step: (verifier, spread.split(rows(step))),
         optimiser,
         seed=seed,
         log=log,
@@ -114,6 +118,7 @@ def train_drafter(
         facts=facts,
         checkpoints=checkpoints,
         on_record=on_record,
+        spread=spread,
     )
 
 

@@ -193,10 +193,67 @@ def lk_loss(
     mode: Literal["fixed", "position", "depth"] = "depth",
     eta: float = 3.0,
     scale: float = 1.0,
+    reach: jax.Array | None = None,
+    drawn: jax.Array | None = None,
+    share: float = 0.0,
 ) -> jax.Array:
-    """Mean over valid rows of `lambda * kl + (1 - lambda) * tv`; arguments as for `lk_weight`."""
+    """Mean over valid rows of `lambda * kl + (1 - lambda) * tv`.
+
+    Args:
+      terms, mode, eta, scale: see `lk_weight`.
+      reach: [..., K] weight of each row in the mean, from `tree_reach`; all alike if not given.
+      drawn: [..., K] log-probability of each row's token in the tree's own scores; -inf, where
+        nothing can be learned, is left out.
+      share: of `-drawn` in every row's loss.
+    """
     weight = lk_weight(terms, mode=mode, eta=eta, scale=scale)
-    return mean_over(weight * terms.kl + (1.0 - weight) * terms.tv, terms.valid)
+    values = weight * terms.kl + (1.0 - weight) * terms.tv
+    if drawn is not None:
+        values = (1.0 - share) * values - share * jnp.where(drawn > -jnp.inf, drawn, 0.0)
+    if reach is None:
+        return mean_over(values, terms.valid)
+    total = jnp.sum(jnp.where(terms.valid, reach, 0.0))
+    return jnp.sum(jnp.where(terms.valid, reach * values, 0.0)) / jnp.maximum(total, 1e-6)
+
+
+def tree_reach(label_log_probs: jax.Array, nodes: int) -> jax.Array:
+    """How surely a tree of `nodes` nodes holds the parent of each row, float32 [..., K].
+
+    min(1, nodes * q), q being the draft's probability of the path before the row: no more than
+    1 / q paths of a depth are as probable. What is learned beyond the tree's reach is of no use
+    to it. Has no gradient.
+
+    Args:
+      label_log_probs: [..., K], of the path's own tokens under the draft; -inf is allowed.
+      nodes: of the tree.
+    """
+    if nodes < 1:
+        raise ValueError(f"nodes must be positive, got {nodes}")
+    before = jnp.cumsum(jax.lax.stop_gradient(label_log_probs), axis=-1)[..., :-1]
+    before = jnp.pad(before, [(0, 0)] * (before.ndim - 1) + [(1, 0)])
+    return jnp.minimum(1.0, nodes * jnp.exp(before))
+
+
+def drawing_noise(key: jax.Array, target_log_probs: jax.Array, drawn: jax.Array) -> jax.Array:
+    """Gumbel noise [..., P] of the candidates, given which token it drew from the target.
+
+    The largest `log p + noise` of all tokens has a Gumbel distribution whichever token it belongs
+    to, and those of the others are Gumbel variables cut off there. Zero at log-probability -inf,
+    and in rows with a single possible candidate: nothing was drawn there.
+
+    Args:
+      key: of the draw.
+      target_log_probs: [..., P] float32, of a distribution over these candidates and others.
+      drawn: [..., P] bool, the candidate that was drawn; none where it is not among them.
+    """
+    rest, largest = jax.random.split(key)
+    known = target_log_probs != -jnp.inf
+    log_p = jnp.where(known, target_log_probs, 0.0)
+    top = jax.random.gumbel(largest, (*log_p.shape[:-1], 1), jnp.float32)
+    free = log_p + jax.random.gumbel(rest, log_p.shape, jnp.float32)
+    below = -jnp.logaddexp(-top, -free)
+    noisy = known & (jnp.sum(known, axis=-1, keepdims=True) > 1)
+    return jnp.where(noisy, jnp.where(drawn, top, below) - log_p, 0.0)
 
 
 def mean_over(values: jax.Array, valid: jax.Array) -> jax.Array:

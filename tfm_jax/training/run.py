@@ -39,6 +39,7 @@ from tfm_jax.training.dflash import (
     train_drafter,
 )
 from tfm_jax.training.evaluation import hold_back, make_evaluation
+from tfm_jax.training.parallel import Spread
 from tfm_jax.training.plots import plot_training, require_matplotlib
 from tfm_jax.training.settings import read_settings, stage_settings
 from tfm_jax.training.tensorboard import TensorBoard, require_tensorboard
@@ -79,6 +80,7 @@ class Job:
       dtype: to compute in; float32 on a CPU, else bfloat16, if not given.
       resume: go on from the newest checkpoint in `out`.
       save_every: seconds between checkpoints.
+      devices: to split the rows of each step among.
       tensorboard: folder of event files.
       plot: draw `training.svg`.
     """
@@ -96,6 +98,7 @@ class Job:
     dtype: str | None = None
     resume: bool = False
     save_every: float = 60.0
+    devices: int = 1
     tensorboard: Path | None = None
     plot: bool = False
 
@@ -200,6 +203,7 @@ def _verifier(plan: _Plan) -> dict[str, Any]:
             f"{source} has {vocabulary} tokens, the verifier's vocab_size is {config.vocab_size}"
         )
     rows, length = stage["rows"], stage["length"]
+    spread = _spread(job, rows)
     corpus = packed_corpus(job.corpus, job.text, source, job.out / "corpus")
     streams = training_streams(corpus, length)
     batches = TokenBatches(streams, domain_shares(MIXTURE, list(streams)), length, rows, job.seed)
@@ -214,6 +218,7 @@ def _verifier(plan: _Plan) -> dict[str, Any]:
             plan.optimiser,
             seed=job.seed,
             dtype=job.compute,
+            spread=spread,
             **reports,
         )
     after = heldout_loss(config, compute_copy(state.params, job.compute), texts)
@@ -228,6 +233,7 @@ def _drafter(plan: _Plan) -> dict[str, Any]:
     config = _drafter_config(plan, opened)
     check_pair(opened.verifier.config, config)
     recipe = made(DrafterRecipe, plan.stage["recipe"], "dflash.recipe")
+    spread = _spread(job, recipe.rows)
     verifier = _built(opened.verifier, job.compute)
     texts, held = _texts(plan, opened, verifier, config.depth)
     measure = _evaluation(plan, drafter_objective(config, recipe), verifier, texts, held)
@@ -235,7 +241,14 @@ def _drafter(plan: _Plan) -> dict[str, Any]:
     setting = {"recipe": dataclasses.asdict(recipe), "texts": texts.digest}
     with _reports(plan, config, setting) as reports:
         state = train_drafter(
-            config, verifier, texts, plan.optimiser, recipe, seed=job.seed, **reports
+            config,
+            verifier,
+            texts,
+            plan.optimiser,
+            recipe,
+            seed=job.seed,
+            spread=spread,
+            **reports,
         )
     after = measure(state.params)
     return {
@@ -254,6 +267,7 @@ def _weaver(plan: _Plan) -> dict[str, Any]:
     config, given = _weaver_config(plan, opened)
     check_pair(opened.verifier.config, opened.drafter.config, config)
     recipe = made(WeaverRecipe, plan.stage["recipe"], "weaver.recipe")
+    spread = _spread(job, recipe.rows)
     verifier = _built(opened.verifier, job.compute)
     drafter = _built(opened.drafter, job.compute)
     texts, held = _texts(plan, opened, verifier, config.depth)
@@ -276,6 +290,7 @@ def _weaver(plan: _Plan) -> dict[str, Any]:
             recipe,
             start=given,
             seed=job.seed,
+            spread=spread,
             **reports,
         )
     after = measure(state.params)
@@ -318,6 +333,13 @@ def _weaver_config(
         assert opened.weaver is not None
         config = opened.weaver.config
     return config, None
+
+
+def _spread(job: Job, rows: int) -> Spread:
+    """The job's devices, once it is known that `rows` rows split among them."""
+    spread = Spread(count=job.devices)
+    spread.check(rows)
+    return spread
 
 
 def _built(opened: Opened, dtype: jnp.dtype) -> Any:

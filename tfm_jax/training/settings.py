@@ -38,7 +38,7 @@ SHORT: Mapping[str, Mapping[str, Any]] = {
         "optimiser": {"steps": 150, "matrix_rate": 0.01, "other_rate": 0.002},
     },
 }
-_OPTIONAL = ("seconds", "given")
+_OPTIONAL = ("seconds", "given", "most_copied")
 
 
 def read_settings(path: Path) -> dict[str, Any]:

@@ -15,7 +15,9 @@ def require_tensorboard() -> None:
     try:
         import tensorboardX  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise ImportError("TensorBoard files need tensorboardX: pip install tensorboardX") from None
+        raise ImportError(
+            "TensorBoard files need tensorboardX: pip install 'tfm-jax[tensorboard]'"
+        ) from None
 
 
 class TensorBoard:

@@ -96,8 +96,9 @@ def write_continuations(
     Args:
       verifier: the model.
       corpus: folder with packed tokens.
-      options: rows, total, prompt, shortest, batches and greedy_share; see
-        `generate_continuations`, `prompt` being the longest prompt.
+      options: rows, total, prompt, shortest, batches, greedy_share and, where texts that repeat
+        themselves are left out, most_copied; see `generate_continuations`, `prompt` being the
+        longest prompt.
       seed: of windows, lengths and noise.
       seconds: time to stop after.
 
@@ -116,6 +117,7 @@ def write_continuations(
         batches=options["batches"],
         shortest=options["shortest"],
         greedy_share=options["greedy_share"],
+        most_copied=options.get("most_copied", 1.0),
         seed=seed,
         seconds=seconds,
     )

@@ -20,6 +20,7 @@ import optax
 from flax import nnx
 
 from tfm_jax.training.checkpoint import Checkpoints
+from tfm_jax.training.parallel import Spread
 from tfm_jax.training.report import Record, Reporter, rewind
 
 Params = dict[str, jax.Array]
@@ -186,6 +187,7 @@ def make_step(
     config: OptimiserConfig,
     seed: int,
     dtype: jnp.dtype = BFLOAT16,
+    spread: Spread | None = None,
 ) -> Step:
     """A jitted training step.
 
@@ -195,6 +197,7 @@ def make_step(
       config: gives the schedule.
       seed: of the loss's random keys, one a step.
       dtype: to compute in.
+      spread: devices that hold copies of the state, and parts of the batch.
     """
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -226,7 +229,8 @@ def make_step(
         counts = {"skipped": state.skipped, "last_skipped": state.last_skipped}
         return state, {**own, **metrics, **counts}
 
-    return jax.jit(step, donate_argnums=0)
+    everywhere = spread and spread.everywhere
+    return jax.jit(step, donate_argnums=0, out_shardings=everywhere)
 
 
 def start(params: Params, optimiser: optax.GradientTransformation, total: int) -> TrainState:
@@ -258,6 +262,7 @@ def fit(
     facts: Mapping[str, int] | None = None,
     checkpoints: Checkpoints | None = None,
     on_record: Callable[[Record], None] | None = None,
+    spread: Spread | None = None,
 ) -> TrainState:
     """Trains for `config.steps` steps, or for as many as fit into a time.
 
@@ -279,10 +284,12 @@ def fit(
       checkpoints: where the run goes on from, if there are any, and saves its state to. With a
         number of steps (no `seconds`) it ends in the same bits as one that was never stopped.
       on_record: called with what each log line holds.
+      spread: devices to train on; `batches` puts batches there, see `Spread.split`.
     """
+    spread = spread or Spread()
     optimiser = make_optimiser(config)
-    step = make_step(loss, optimiser, config, seed, dtype)
-    state, elapsed = start(params, optimiser, config.steps), 0.0
+    step = make_step(loss, optimiser, config, seed, dtype, spread)
+    state, elapsed = spread.copy(start(params, optimiser, config.steps)), 0.0
     if checkpoints is not None:
         state, elapsed = checkpoints.restore(state) or (state, elapsed)
         if log is not None:
@@ -317,7 +324,7 @@ def fit(
                 )
             if checkpoints is not None and (checkpoints.due or done == total):
                 checkpoints.save(done, state, pace.elapsed)
-    return state
+    return spread.gather(state)
 
 
 @dataclasses.dataclass(kw_only=True)

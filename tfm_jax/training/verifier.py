@@ -13,6 +13,7 @@ from flax import nnx
 from tfm_jax.config import VerifierConfig
 from tfm_jax.models.qwen36 import Verifier
 from tfm_jax.training.checkpoint import Checkpoints
+from tfm_jax.training.parallel import Spread
 from tfm_jax.training.report import Record
 from tfm_jax.training.trainer import (
     BFLOAT16,
@@ -37,6 +38,7 @@ def train_verifier(
     dtype: jnp.dtype = BFLOAT16,
     checkpoints: Checkpoints | None = None,
     on_record: Callable[[Record], None] | None = None,
+    spread: Spread | None = None,
 ) -> TrainState:
     """Next-token training from scratch; the state holds float32 parameters.
 
@@ -45,7 +47,7 @@ def train_verifier(
       batches: step number -> tokens [B, T + 1] int32.
       optimiser: optimiser and number of steps.
       seed: of the initial weights.
-      log, log_every, seconds, dtype, checkpoints, on_record: see `fit`.
+      log, log_every, seconds, dtype, checkpoints, on_record, spread: see `fit`.
     """
     module = Verifier(config, rngs=nnx.Rngs(seed))
     graph, _ = nnx.split(module)
@@ -57,10 +59,11 @@ def train_verifier(
         value = next_token_loss(fill(graph, params), tokens)
         return value, {"bits_per_token": value / jnp.log(2.0)}
 
+    spread = spread or Spread()
     return fit(
         flatten(module),
         loss,
-        batches,
+        lambda step: spread.split(batches(step)),
         optimiser,
         seed=seed,
         log=log,
@@ -71,6 +74,7 @@ def train_verifier(
         tokens=batches(0)[:, 1:].size,
         checkpoints=checkpoints,
         on_record=on_record,
+        spread=spread,
     )
 
 

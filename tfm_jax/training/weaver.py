@@ -25,7 +25,8 @@ from tfm_jax.models.weaver import Weaver, pool_logits
 from tfm_jax.training.checkpoint import Checkpoints
 from tfm_jax.training.continuations import Continuations
 from tfm_jax.training.dflash import Batch, accepted_length, draft_blocks, sample_anchors
-from tfm_jax.training.losses import lk_loss, mean_over, pool_terms
+from tfm_jax.training.losses import drawing_noise, lk_loss, mean_over, pool_terms, tree_reach
+from tfm_jax.training.parallel import Spread
 from tfm_jax.training.report import Record
 from tfm_jax.training.trainer import (
     Loss,
@@ -49,6 +50,10 @@ class WeaverRecipe:
       rows: texts a step.
       anchors: paths a text.
       mode, eta, scale: of the LK loss, see `lk_weight`.
+      nodes: rows count as far as a tree of so many nodes reaches, see `tree_reach`; 0 counts all
+        rows alike.
+      noise: share of the loss that is the cross-entropy of a tree's own scores: under the noise
+        that drew the text, which a tree with shared noise knows; without noise at temperature 0.
     """
 
     rows: int = 64
@@ -56,10 +61,16 @@ class WeaverRecipe:
     mode: Literal["fixed", "position", "depth"] = "depth"
     eta: float = 3.0
     scale: float = 1.0
+    nodes: int = 0
+    noise: float = 0.0
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.anchors < 1:
             raise ValueError(f"rows and anchors must be positive: {self.rows}, {self.anchors}")
+        if self.nodes < 0 or not 0 <= self.noise <= 1:
+            raise ValueError(
+                f"nodes must be at least 0, noise lie in 0..1: {self.nodes}, {self.noise}"
+            )
         if self.mode not in ("fixed", "position", "depth"):
             raise ValueError(f"mode must be fixed, position or depth, got {self.mode!r}")
         if not (0 <= self.eta < float("inf") and 0 <= self.scale <= 1):
@@ -104,6 +115,7 @@ def train_weaver(
     seconds: float | None = None,
     checkpoints: Checkpoints | None = None,
     on_record: Callable[[Record], None] | None = None,
+    spread: Spread | None = None,
 ) -> TrainState:
     """Trains a Weaver; the state holds float32 parameters.
 
@@ -115,7 +127,7 @@ def train_weaver(
       recipe: loss and batch.
       start: parameters to start from, by dotted path; random ones if not given.
       seed: of the initial weights, the anchors and the order of the texts.
-      log, log_every, seconds, checkpoints, on_record: see `fit`.
+      log, log_every, seconds, checkpoints, on_record, spread: see `fit`.
 
     Raises:
       ValueError: no text has room for a path after its prompt, a token is unknown to the
@@ -128,11 +140,12 @@ def train_weaver(
     texts.check(verifier.config.vocab_size)
     usable, facts = texts.counted(config.depth, "weaver")
     rows = usable.batches(recipe.rows, seed)
-    frozen = Trio(verifier=verifier, drafter=drafter)
+    spread = spread or Spread()
+    frozen = spread.copy(Trio(verifier=verifier, drafter=drafter))
     return fit(
         initial_weaver(config, start, seed),
         weaver_objective(config, recipe),
-        lambda step: (frozen, rows(step)),
+        lambda step: (frozen, spread.split(rows(step))),
         optimiser,
         seed=seed,
         log=log,
@@ -144,6 +157,7 @@ def train_weaver(
         facts=facts,
         checkpoints=checkpoints,
         on_record=on_record,
+        spread=spread,
     )
 
 
@@ -193,11 +207,27 @@ def weaver_loss(
         anchors, keep = sample_anchors(key, first, tokens.shape[0] - trio.depth, recipe.anchors)
         return path_scores(trio, tokens, anchors, keep, temperature), keep
 
-    keys = jax.random.split(key, texts["tokens"].shape[0])
+    rows = texts["tokens"].shape[0]
+    keys = jax.random.split(key, rows)
+    noise_key = jax.random.fold_in(key, rows)  # no text's own
     scores, keep = jax.vmap(one)(texts["tokens"], texts["first"], texts["temperature"], keys)
     valid = jnp.broadcast_to(keep[..., None], scores.label.shape)
     terms = pool_terms(scores.logits, scores.target, valid)
-    value = lk_loss(terms, mode=recipe.mode, eta=recipe.eta, scale=recipe.scale)
+    reach, drawn = None, None
+    if recipe.nodes or recipe.noise:
+        drawn = path_log_probs(scores, noise_key if recipe.noise else None)
+    if recipe.nodes:
+        assert drawn is not None
+        reach = tree_reach(drawn, recipe.nodes)
+    value = lk_loss(
+        terms,
+        mode=recipe.mode,
+        eta=recipe.eta,
+        scale=recipe.scale,
+        reach=reach,
+        drawn=drawn,
+        share=recipe.noise,
+    )
     prior = pool_terms(scores.prior, scores.target, valid)
     in_pool = (scores.ids == scores.label[..., None]) & (scores.prior != -jnp.inf)
     greedy = (texts["temperature"] == 0)[:, None]
@@ -256,6 +286,24 @@ def path_scores(
         target=jnp.where(temperature > 0, target, drawn),
         label=label,
     )
+
+
+def path_log_probs(scores: PathScores, key: jax.Array | None = None) -> jax.Array:
+    """Log-probability of each token of the path as a tree scores it, [..., D]; -inf off the pool.
+
+    Args:
+      scores: along paths.
+      key: of the noise that drew the path, which is added to the scores; none at temperature 0,
+        where the target has a single token. Without a key there is no noise at all.
+    """
+    own = scores.ids == scores.label[..., None]
+    logits = scores.logits
+    if key is not None:
+        logits = logits + drawing_noise(key, scores.target, own)
+    own = own & (logits != -jnp.inf)
+    chosen = jnp.sum(jnp.where(own, logits, 0.0), axis=-1)
+    normaliser = jax.nn.logsumexp(logits, axis=-1)
+    return jnp.where(own.any(axis=-1), chosen - normaliser, -jnp.inf)
 
 
 def _candidates(
