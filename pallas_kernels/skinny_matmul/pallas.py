@@ -81,7 +81,7 @@ def multiply(
     interpret: bool = False,
 ) -> jax.Array:
     """Returns the product, or its parts. Arguments as in `skinny_matmul`."""
-    config = config or default_config(*weight.shape, parts)
+    config = config or default_config(weight.shape[0], weight.shape[1], parts)
     if config.splits > 1 and not parts:
         raise ValueError(f"a product in {config.splits} splits comes in parts")
     return _launch(x, weight, parts, config, interpret)
