@@ -25,7 +25,7 @@ KERNELS = {
         *("attention_inputs", "tree_attention_splits", "tree_attention_join"),
         *("add_norm", "commit_linear", "commit_kv"),
     ),
-    "dflash": ("tree_attention_splits", "tree_attention_join", "top_k_maxima", "top_k_rank"),
+    "dflash": ("top_k_maxima", "top_k_rank"),
     "tfm": ("weaver_take", "weaver_attend", "weaver_project", "weaver_score", "weaver_offer"),
 }
 
@@ -63,6 +63,15 @@ def test_a_round_runs_on_the_kernels(trio, lower, method):
     text = lower(run_rounds, networks, state, request, jnp.int32(1), method=method, shape=SHAPE)
     assert all(name in text for name in KERNELS["ar"])
     assert all(name in text for name in KERNELS[method])
+
+
+def test_a_block_runs_on_the_attention_kernels(trio, lower):
+    """The drafter alone: the verifier has launches of the same names."""
+    state = empty_state(networks_for(trio, "dflash"), 256)
+    block = jnp.zeros((4, trio.drafter.config.hidden_size), jnp.bfloat16)
+    call = lambda drafter, *args: drafter(*args)
+    text = lower(call, trio.drafter, block, state.context, jnp.int32(5))
+    assert all(name in text for name in ("attention_inputs", "tree_attention_splits"))
 
 
 def test_a_prompt_runs_on_the_attention_kernel(trio, lower):
