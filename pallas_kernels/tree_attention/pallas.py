@@ -322,10 +322,11 @@ def _attend_block(
         if seen is not None:
             scores = jnp.where(seen, scores, -jnp.inf)
         new = jnp.maximum(top, jnp.max(scores, axis=1) * factor)
-        weights = jnp.exp2(scores * factor - new[:, None])
+        weights = jnp.exp2(scores * factor - new[:, None]).astype(value_source.dtype)
         kept = jnp.exp2(top - new)
-        total = total * kept + jnp.sum(weights, axis=1)
-        weights = split(weights.astype(value_source.dtype), "bf16x6")
+        # Of the rounded weights: where few keys count, most of the rounding cancels.
+        total = total * kept + jnp.sum(weights.astype(jnp.float32), axis=1)
+        weights = split(weights, "bf16x6")
         added = []
         for chunk, x in zip(chunks, mixed, strict=True):
             v = _tile(value_source, head, block * block_k, used, chunk, config)

@@ -12,7 +12,9 @@ from pallas_kernels.skinny_matmul.specs import REAL, SMALL, Spec, joined, make_i
 
 pytestmark = pytest.mark.gpu
 
-ROUNDED, SUMMED = 3e-3, 2e-6
+# The tensor cores of Hopper cut their sums off instead of rounding them: seen were 6.4e-6 after
+# 5,803 terms, growing with the number of terms.
+ROUNDED, SUMMED = 3e-3, 1e-5
 CUTS = {
     "narrow": pallas.Config(block_n=16, block_k=16, splits=3, num_stages=1),
     "wide": pallas.Config(block_n=128, block_k=128, splits=2, num_warps=8, num_stages=3),
