@@ -10,6 +10,8 @@ from pallas_kernels.checks import check_array
 from pallas_kernels.choice import Implementation, choose, interpreted
 from pallas_kernels.skinny_matmul import pallas, reference, xla
 
+_MOST_OUTPUTS = 24576  # reading the rows again for every block of a taller weight costs more
+
 
 def skinny_matmul(
     x: jax.Array,
@@ -37,7 +39,7 @@ def skinny_matmul(
     _check(x, weight)
     (rows, inputs), outputs = x.shape, weight.shape[0]
     reason = pallas.refusal(rows, inputs, x.dtype)
-    if implementation == "auto" and (reason or not _faster(rows, outputs, parts)):
+    if implementation == "auto" and (reason or not _faster(rows, outputs)):
         implementation = "xla"
     match choose("skinny_matmul", implementation, reason):
         case "reference":
@@ -74,11 +76,9 @@ def _kernel(parts: bool):
     return multiply
 
 
-def _faster(rows: int, outputs: int, parts: bool) -> bool:
+def _faster(rows: int, outputs: int) -> bool:
     """Whether the kernel beats XLA, by timings on an H200 at the shapes of Qwen3.6-27B."""
-    if parts:
-        return True
-    return rows > 32 and outputs <= 24576
+    return rows <= pallas.FASTEST_ROWS and outputs <= _MOST_OUTPUTS
 
 
 def _check(x, weight) -> None:

@@ -125,10 +125,11 @@ def choose_on_a_gpu(monkeypatch, rows: int, outputs: int, **rest) -> str:
     ("rows", "outputs", "rest", "taken"),
     [
         (65, 200, {}, "pallas"),
-        (1, 200, {}, "xla"),
-        (1, 200, {"parts": True}, "pallas"),
+        (1, 200, {}, "pallas"),
+        (80, 200, {"parts": True}, "pallas"),
         (65, 30000, {}, "xla"),
-        (145, 200, {"parts": True}, "xla"),
+        (81, 200, {"parts": True}, "xla"),
+        (145, 200, {}, "xla"),
         (65, 200, {"dtype": "float32"}, "xla"),
     ],
 )
