@@ -443,9 +443,7 @@ class Verifier(nnx.Module):
         features: dict[int, jax.Array] = {}
         pending = []
         for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            mixed, update = layer.mix(h, cache, length, topology)
-            x, h = layer.post_attention_layernorm.after(x, mixed)
-            x, h = following[i].after(x, layer.mlp.parts(h))
+            x, h, update = _verify_layer(layer, following[i], x, h, cache, length, topology)
             pending.append(update)
             if i in taps:
                 features[i] = x
@@ -464,6 +462,24 @@ class Verifier(nnx.Module):
     def logits(self, final: jax.Array) -> jax.Array:
         """Float32 logits [..., V] of final-norm hidden states [..., H]."""
         return project(final, self.output_rows, out_dtype=jnp.float32)
+
+
+# A function of its own to the tracer: layers of a kind are traced and lowered once.
+@jax.jit
+def _verify_layer(
+    layer: DecoderLayer,
+    following: RMSNorm,
+    x: jax.Array,
+    h: jax.Array,
+    cache: Cache,
+    length: jax.Array,
+    topology: Topology,
+) -> tuple[jax.Array, jax.Array, Pending]:
+    """Residual stream and its next norm after a layer, from those before it, and the update."""
+    mixed, update = layer.mix(h, cache, length, topology)
+    x, h = layer.post_attention_layernorm.after(x, mixed)
+    x, h = following.after(x, layer.mlp.parts(h))
+    return x, h, update
 
 
 def _hidden(final: jax.Array, features: dict[int, jax.Array], taps: tuple[int, ...]) -> Hidden:
