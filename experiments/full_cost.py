@@ -336,7 +336,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the weights that do not matter")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"))
     parser.add_argument(
-        "--no-check", action="store_true", help="skip comparisons with the small trio"
+        "--check", action="store_true", help="compare part after part in float32 first; minutes"
     )
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the result")
     parser.add_argument("--json", action="store_true", help="print the result instead of tables")
@@ -375,7 +375,7 @@ def main(arguments: list[str] | None = None) -> None:
     setting["prompts"] = {domain: len(texts) for domain, texts in prompts.items()}
     every = [prompt for texts in prompts.values() for prompt in texts]
     checks: dict[str, Any] = {}
-    if not options.no_check:
+    if options.check:
         checks["float32"] = _timed(
             "parts compared in float32",
             lambda: largest_differences(
@@ -395,14 +395,11 @@ def main(arguments: list[str] | None = None) -> None:
     setting["capacity"] = bench.capacity
     settings = settings_for(options.methods, options.budgets, model.trio.depth)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        logits = []
-        if not options.no_check:
-            types = ("float32", setting["dtype"])
-            logits = [pool.submit(last_logits, trio, dtype, prompts) for dtype in types]
+        types = ("float32", setting["dtype"])
+        logits = [pool.submit(last_logits, trio, dtype, prompts) for dtype in types]
         loops = _timed(f"{len(settings)} loops compiled", lambda: bench.compile(settings, every))
-    if logits:
-        checks["logits"] = compare_logits(bench, prompts, *(one.result() for one in logits))
-        log(f"logits: {checks['logits']}")
+    checks["logits"] = compare_logits(bench, prompts, *(one.result() for one in logits))
+    log(f"logits: {checks['logits']}")
 
     rows, apart = [], []
     plain: dict[float, dict[str, list[Run]]] = {}

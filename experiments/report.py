@@ -6,7 +6,6 @@ python -m experiments.report
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -160,18 +159,29 @@ def _case(row: dict[str, Any]) -> str:
     return ", ".join(f"{name} {row[name]}" for name in label)
 
 
+PHASES = ("draft", "grow", "verify", "accept+commit")
+
+
 def step_table(result: dict[str, Any]) -> str:
     """Whole rounds at full size."""
-    lines = [
-        "| method | drafted nodes | context | round, ms | x plain | kernels a round |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    lines += [
-        f"| `{row['method']}` | {row['budget'] or '-'} | {row['context']} | {row['round_ms']:.2f} "
-        f"| {row['ratio_to_ar']:.2f} | {row.get('kernels_a_round', math.nan):.0f} |"
-        for row in result["rounds"]
-    ]
+    timed = {part for row in result["rounds"] for part in row.get("phases_ms", {})}
+    parts = [part for part in PHASES if part in timed]
+    titles = ["method", "drafted nodes", "context", "round, ms", "x plain"]
+    titles += [f"{part}, ms" for part in parts]
+    lines = [f"| {' | '.join(titles)} |", "| --- " * len(titles) + "|"]
+    for row in result["rounds"]:
+        ms = row.get("phases_ms", {})
+        cells = [
+            f"`{row['method']}`",
+            str(row["budget"] or "-"),
+            str(row["context"]),
+            f"{row['round_ms']:.2f}",
+            f"{row['ratio_to_ar']:.2f}",
+            *(f"{ms[part]:.2f}" if part in ms else "-" for part in parts),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     share = result["ar_ms"] / result["floor_ms"]
+    note = f" {result['note']}" if "note" in result else ""
     prefill = "; ".join(
         f"prefill of {row['tokens']} tokens: {row['tokens_per_second']} tokens/s, "
         f"{row['share_of_matrix_rate']:.0%} of the matrix rate"
@@ -183,7 +193,7 @@ def step_table(result: dict[str, Any]) -> str:
         f"{result['device']}, jax {result['jax']}, commit {result['commit']}. Plain decoding takes "
         f"{share:.2f} times the floor of {result['floor_ms']:.2f} ms (weights, state, keys and "
         f"values at the {result['read_bandwidth_gbs'] / 1e3:.2f} TB/s measured in the same run); "
-        f"{prefill}. A speed-up is the accepted length over the fifth column.",
+        f"{prefill}. A speed-up is the accepted length over the fifth column.{note}",
     ]
     return "\n".join(lines)
 

@@ -313,10 +313,16 @@ def compile_phase(bench: Bench, phase: Phase, context: int) -> Chain:
 
     if phase.name == "accept+commit":
         outline = jax.eval_shape(lambda: verified(jnp.float32(0), trio, state)[0])
-        verification = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), outline)
+        # Decaying: a growing state would become infinite, which the chain counts into its token.
+        verification = jax.tree.map(_small, outline)
         return compile_chain(committed, [(state, trio, verification)], rounds=ROUNDS, carried=1)
     functions = {"draft": drafted, "propose": proposed, "verify": verified}
     return compile_chain(functions[phase.name], [(trio, state)], rounds=ROUNDS)
+
+
+def _small(x: jax.ShapeDtypeStruct) -> jax.Array:
+    floating = jnp.issubdtype(x.dtype, jnp.floating)
+    return jnp.full(x.shape, -0.01 if floating else 1, x.dtype)
 
 
 def compile_all(

@@ -319,7 +319,8 @@ def test_the_experiment_runs_without_a_gpu(tmp_path, sizes, capsys):
     preset.write_text(json.dumps(dataclasses.asdict(sizes)))
     options = {"--preset": preset, "--out": tmp_path, "--count": 1, "--new-tokens": 12}
     options |= {"--budgets": 8, "--longest-prompt": 64}
-    full_cost.main([*(str(x) for pair in options.items() for x in pair), "--json"])
+    arguments = [str(x) for pair in options.items() for x in pair]
+    full_cost.main([*arguments, "--check", "--json"])
     result = json.loads((tmp_path / "full_cost_cpu.json").read_text())
     assert result == json.loads(capsys.readouterr().out)
     assert result["setting"]["timed"] is False
@@ -327,3 +328,4 @@ def test_the_experiment_runs_without_a_gpu(tmp_path, sizes, capsys):
     assert not any(row["differing_prompts"] for row in result["rows"])
     assert result["differences"] == []
     assert result["setting"]["checks"]["logits"]["same_best_token"] == 4
+    assert max(result["setting"]["checks"]["float32"].values()) < 1e-4
