@@ -2,11 +2,9 @@
 
     python -m experiments.ablation [--count 24]
 
-A text does not depend on how it is drafted, so plain decoding writes it once and no setting needs
-the verifier: a tree grows at every position, and the text says how much of it decoding would
-accept. Starting at the prompt's end and going on by what was accepted visits the rounds of
-`generate`. A state that Weaver is left without is replaced by its mean over contexts: it says
-nothing about the context at hand, while its size stays what Weaver was trained on. Writes
+Plain decoding writes the texts once, and every setting is replayed along them
+(`experiments.replay`). A state that Weaver is left without is replaced by its mean over contexts:
+it says nothing about the context at hand, while its size stays what Weaver was trained on. Writes
 `ablation.json`.
 """
 
@@ -29,24 +27,23 @@ import numpy as np
 
 import tfm_jax
 from experiments.acceptance import DOMAINS, common_setting, load_prompts
-from experiments.bootstrap import draws, interval
+from experiments.replay import (
+    States,
+    accepted_lengths,
+    by_domain,
+    starts_at,
+    states_at,
+    summarise,
+    walk,
+)
 from experiments.store import store
 from experiments.texts import Text, write_texts
 from tfm_jax.config import Sampling, TreeConfig
-from tfm_jax.decoding.accept import accept
-from tfm_jax.decoding.ddtree import ddtree
-from tfm_jax.decoding.draft import Draft
-from tfm_jax.decoding.grow import grow, slots, weaver_scorer
-from tfm_jax.decoding.sampling import hide_padding, position_noise
 from tfm_jax.decoding.state import Request, Trio, make_request
 from tfm_jax.model import Model
-from tfm_jax.models.layers import project
-from tfm_jax.training.dflash import draft_blocks
 
 RESULT = Path(__file__).parent / "results" / "ablation.json"
-TOGETHER = 64  # trees that grow side by side
 BASE = TreeConfig(budget=64, expand=4)
-UNLIMITED = 2**30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,31 +115,7 @@ def variants(
     ]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class States:
-    """What Weaver is given at A anchors.
-
-    Attributes:
-      verifier: [A, H] final-norm states that predicted the anchors.
-      drafter: [A, D, H] final-norm states of the block.
-    """
-
-    verifier: jax.Array
-    drafter: jax.Array
-
-
-@jax.jit
-def states_at(trio: Trio, tokens: jax.Array, anchors: jax.Array) -> States:
-    """The states at anchors [A] of a text [T], as decoding would compute them."""
-    assert trio.drafter is not None
-    hidden = trio.verifier.forward(tokens, trio.taps)
-    keep = jnp.ones(anchors.shape, bool)
-    blocks = draft_blocks(trio.verifier, trio.drafter, tokens, hidden.features, anchors, keep)
-    return States(verifier=hidden.final[anchors - 1], drafter=blocks[:, 1 : trio.depth + 1])
-
-
-def accepted_lengths(
+def lengths_with(
     trio: Trio,
     tokens: jax.Array,
     anchors: jax.Array,
@@ -154,63 +127,19 @@ def accepted_lengths(
     shape: TreeConfig,
     depth: int | None,
 ) -> jax.Array:
-    """Tokens that a round at each anchor emits, bonus included, [A] int32.
+    """`replay.accepted_lengths` at anchors [A] of a text [T], where Weaver is given other states.
 
     Args:
       trio: the networks.
-      tokens: [T] int32, with as many tokens after every anchor as a tree is deep, and one.
-      anchors: [A] int32.
+      tokens, anchors, request: see `replay.starts_at`.
       states: that the drafter's pools come from.
       fed: that Weaver is given.
-      request: its temperature, seed and shared noise.
       method, shape, depth: see `Variant`.
     """
-    limit = trio.depth if depth is None else depth
-    offsets = jnp.arange(trio.depth)
-    vocab = trio.verifier.config.vocab_size
-    sampled = request.temperature > 0
-    noise = jax.lax.cond(
-        sampled & request.shared_noise,
-        lambda: position_noise(request, jnp.arange(tokens.shape[0]), vocab),
-        lambda: jnp.zeros((tokens.shape[0], vocab), jnp.float32),
-    )
-
-    def one(inputs: tuple[jax.Array, States, States]) -> jax.Array:
-        anchor, own, given = inputs
-        marginals = project(own.drafter, trio.verifier.output_rows, out_dtype=jnp.float32)
-        marginals = hide_padding(marginals, request.vocab_limit)
-        logits, ids = jax.lax.top_k(marginals, min(shape.pool, vocab))
-        drafted = Draft(
-            hidden=given.drafter,
-            ids=ids,
-            logits=logits,
-            noise=jnp.take_along_axis(noise[anchor + 1 + offsets], ids, axis=-1),
-            temperature=jnp.where(sampled, request.temperature, 1.0),
-        )
-        root = tokens[anchor]
-        if method == "ddtree":
-            tree = ddtree(root, ids[:limit], drafted.marginals[:limit], shape.budget)
-        else:
-            scorer, memory = weaver_scorer(trio, drafted, given.verifier, slots(shape))
-            tree = grow(root, ids[:limit], scorer, memory, shape)
-        # Right at nodes of the text's own path, and nothing else is walked along.
-        targets = tokens[anchor + 1 + tree.depth]
-        ends = request.end_tokens
-        return accept(tree, targets, depth=limit, limit=jnp.int32(UNLIMITED), end_tokens=ends).count
-
-    return jax.lax.map(one, (anchors, states, fed), batch_size=min(TOGETHER, anchors.size))
-
-
-def walk(lengths: np.ndarray) -> list[int]:
-    """Tokens that each round of decoding emits, from those of a round at every position [A].
-
-    The last round is cut to what is still to be emitted.
-    """
-    rounds, position = [], 0
-    while position < len(lengths):
-        rounds.append(min(int(lengths[position]), len(lengths) - position))
-        position += rounds[-1]
-    return rounds
+    starts = starts_at(trio, tokens, anchors, states, request, shape.pool)
+    drafted = dataclasses.replace(starts.draft, hidden=fed.drafter)
+    starts = dataclasses.replace(starts, state=fed.verifier, draft=drafted)
+    return accepted_lengths(trio, starts, method=method, shape=shape, depth=depth)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -301,6 +230,7 @@ def make_samples(
     trio = model.trio
     ahead = trio.depth + 1
     longest = max(len(prompt) for found in prompts.values() for prompt in found)
+    read = jax.jit(states_at)
     samples = []
     for domain, found in prompts.items():
         for text in write_texts(model, found, temperature, new_tokens + ahead):
@@ -312,7 +242,7 @@ def make_samples(
                     domain=domain,
                     tokens=tokens,
                     anchors=anchors,
-                    states=states_at(trio, tokens, anchors),
+                    states=read(trio, tokens, anchors),
                     request=_request(model, temperature, text),
                 )
             )
@@ -332,7 +262,7 @@ def compile_programs(
     trio: Trio, settings: Sequence[Variant], like: Sample
 ) -> dict[tuple[str, TreeConfig, int | None], Callable]:
     """A program for every kind of tree, compiled side by side."""
-    run = jax.jit(accepted_lengths, static_argnames=("method", "shape", "depth"))
+    run = jax.jit(lengths_with, static_argnames=("method", "shape", "depth"))
 
     def compiled(program: tuple[str, TreeConfig, int | None]) -> Callable:
         method, shape, depth = program
@@ -359,43 +289,6 @@ def rounds_of(run: Callable, trio: Trio, sample: Sample, fed: States) -> list[in
     return walk(np.asarray(lengths))
 
 
-def by_domain(domains: Sequence[str], rounds: Sequence[list[int]]) -> dict[str, np.ndarray]:
-    """Emitted tokens and rounds of every text, [texts, 2] for each domain."""
-    found: dict[str, list[tuple[int, int]]] = {}
-    for domain, lengths in zip(domains, rounds, strict=True):
-        found.setdefault(domain, []).append((sum(lengths), len(lengths)))
-    return {domain: np.asarray(pairs) for domain, pairs in found.items()}
-
-
-def summarise(measured: dict[str, np.ndarray], base: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Mean accepted length, macro average over domains, and its ratio to the base's, paired.
-
-    Args:
-      measured, base: from `by_domain`, of the same texts.
-    """
-    own, drawn = _lengths(measured)
-    reference, reference_drawn = _lengths(base)
-    ratio = drawn.mean(axis=0) / reference_drawn.mean(axis=0)
-    return {
-        "mean_accepted_length": _rounded(own.mean()),
-        "ci95": _rounded(interval(drawn.mean(axis=0))),
-        "to_base": _rounded(own.mean() / reference.mean()),
-        "to_base_ci95": _rounded(interval(ratio)),
-        "by_domain": dict(zip(measured, _rounded(own), strict=True)),
-    }
-
-
-def _lengths(measured: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Mean accepted lengths [domains], and resampled ones [domains, resamples]."""
-    stacks = list(measured.values())
-    means = [stack[:, 0].sum() / stack[:, 1].sum() for stack in stacks]
-    sums = [
-        stack[chosen].sum(axis=1)
-        for stack, chosen in zip(stacks, draws([len(s) for s in stacks]), strict=True)
-    ]
-    return np.asarray(means), np.asarray([s[:, 0] / s[:, 1] for s in sums])
-
-
 def _row(setting: Variant, temperature: float, depth: int) -> dict[str, Any]:
     shape = setting.shape
     return {
@@ -411,10 +304,6 @@ def _row(setting: Variant, temperature: float, depth: int) -> dict[str, Any]:
         "verifier_state": setting.verifier_state,
         "drafter_states": setting.drafter_states,
     }
-
-
-def _rounded(x: np.ndarray | np.floating) -> Any:
-    return np.round(np.asarray(x, np.float64), 4).tolist()
 
 
 def log(line: str, begin: float) -> None:

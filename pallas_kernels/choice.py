@@ -1,14 +1,38 @@
 """Which implementation an operation runs: one rule and one message for all of them."""
 
+import contextlib
 import functools
 import typing
 import warnings
+from collections.abc import Iterator
 
 import jax
 
 Implementation = typing.Literal["auto", "pallas", "xla", "reference"]
 
 _CAPABILITY = 8.0  # tensor cores that take bfloat16
+_automatic: Implementation = "auto"
+
+
+@contextlib.contextmanager
+def automatic(implementation: Implementation) -> Iterator[None]:
+    """What "auto" stands for meanwhile, in all threads, in functions that are not traced yet.
+
+    The kernels are made for one sequence: programs over many at once, by `vmap`, may prefer "xla".
+
+    Args:
+      implementation: see `choose`; "auto" changes nothing.
+
+    Raises:
+      ValueError: an unknown implementation.
+    """
+    global _automatic
+    _check(implementation)
+    before, _automatic = _automatic, implementation
+    try:
+        yield
+    finally:
+        _automatic = before
 
 
 def choose(op: str, implementation: Implementation, refusal: str | None = None) -> Implementation:
@@ -26,9 +50,9 @@ def choose(op: str, implementation: Implementation, refusal: str | None = None) 
       ValueError: an unknown implementation.
       NotImplementedError: "pallas" on a device or shape it does not support.
     """
-    if implementation not in typing.get_args(Implementation):
-        options = ", ".join(typing.get_args(Implementation))
-        raise ValueError(f"implementation must be one of {options}, got {implementation!r}")
+    _check(implementation)
+    if implementation == "auto":
+        implementation = _automatic
     if implementation not in ("auto", "pallas"):
         return implementation
     platform = jax.default_backend()
@@ -48,6 +72,12 @@ def choose(op: str, implementation: Implementation, refusal: str | None = None) 
 def interpreted() -> bool:
     """Whether kernels run interpreted: on a CPU, where there is nothing to compile them for."""
     return jax.default_backend() == "cpu"
+
+
+def _check(implementation: Implementation) -> None:
+    if implementation not in typing.get_args(Implementation):
+        options = ", ".join(typing.get_args(Implementation))
+        raise ValueError(f"implementation must be one of {options}, got {implementation!r}")
 
 
 def _unsupported_device(platform: str) -> str | None:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from experiments import ablation
-from experiments.ablation import States, Variant
+from experiments.ablation import Variant
+from experiments.replay import States
 from tfm_jax.config import Sampling, TreeConfig
 from tfm_jax.decoding.state import Trio
 from tfm_jax.model import Model
@@ -63,26 +64,6 @@ def test_what_weaver_is_fed_and_how_deep_trees_go_matter(model: Model):
         )
         assert (lengths(base, other) != full).any()
     assert lengths(shallow, sample.states).max() == 2
-
-
-def test_a_walk_goes_on_by_what_was_accepted():
-    assert ablation.walk(np.asarray([3, 9, 9, 1, 2, 9, 4, 9])) == [3, 1, 2, 2]
-    assert ablation.walk(np.asarray([1, 1])) == [1, 1]
-
-
-def test_lengths_are_pooled_over_prompts_and_averaged_over_domains():
-    base = ablation.by_domain(["code", "code", "chat"], [[4, 4], [2, 1, 1], [6]])
-    assert base["code"].tolist() == [[8, 2], [4, 3]]
-    half = ablation.by_domain(
-        ["code", "code", "chat"], [[2] * 4, [1, 1, 0.5, 0.5, 0.5, 0.5], [3, 3]]
-    )
-    own = ablation.summarise(half, base)
-    assert own["by_domain"] == {"code": 1.2, "chat": 3.0}
-    assert own["mean_accepted_length"] == 2.1
-    assert own["ci95"][0] < 2.1 < own["ci95"][1]
-    # Exactly half of the base for every prompt: paired draws leave no spread.
-    assert own["to_base"] == 0.5
-    assert own["to_base_ci95"] == [0.5, 0.5]
 
 
 def test_the_whole_experiment(model: Model, monkeypatch, tmp_path, capsys):

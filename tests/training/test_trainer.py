@@ -54,6 +54,21 @@ def test_schedule_rises_holds_and_falls_to_zero() -> None:
     np.testing.assert_allclose(shares[11:], np.linspace(0.9, 0.0, 10), atol=1e-6)
 
 
+def test_a_step_compiled_ahead_is_taken() -> None:
+    config = OptimiserConfig(steps=3)
+    optimiser = make_optimiser(config)
+    state = jax.eval_shape(lambda: start(params(), optimiser, 1))
+    step = make_step(quadratic, optimiser, config, 5).lower(state, np.float32(1)).compile()
+    plain = fit(params(), quadratic, lambda _: np.float32(1), config, seed=5)
+
+    def never(*_):
+        raise AssertionError("the loss was traced again")
+
+    ahead = fit(params(), never, lambda _: np.float32(1), config, seed=5, step=step)
+    for name, value in plain.params.items():
+        np.testing.assert_array_equal(value, ahead.params[name])
+
+
 def test_updates_equal_muon_and_adamw_of_single_parameters() -> None:
     config = OptimiserConfig(steps=9, clip=1e9, weight_decay=0.1)
     optimiser = make_optimiser(config)

@@ -263,6 +263,7 @@ def fit(
     checkpoints: Checkpoints | None = None,
     on_record: Callable[[Record], None] | None = None,
     spread: Spread | None = None,
+    step: Step | None = None,
 ) -> TrainState:
     """Trains for `config.steps` steps, or for as many as fit into a time.
 
@@ -285,10 +286,11 @@ def fit(
         number of steps (no `seconds`) it ends in the same bits as one that was never stopped.
       on_record: called with what each log line holds.
       spread: devices to train on; `batches` puts batches there, see `Spread.split`.
+      step: what `make_step` made of the same arguments, where it was compiled ahead.
     """
     spread = spread or Spread()
     optimiser = make_optimiser(config)
-    step = make_step(loss, optimiser, config, seed, dtype, spread)
+    step = step or make_step(loss, optimiser, config, seed, dtype, spread)
     state, elapsed = spread.copy(start(params, optimiser, config.steps)), 0.0
     if checkpoints is not None:
         state, elapsed = checkpoints.restore(state) or (state, elapsed)

@@ -1,0 +1,793 @@
+"""A second edition of a Weaver: new texts, a short run of each recipe, a long run of the best.
+
+    python -m experiments.recipes --corpus build/corpus --out build/second --seconds 335
+
+The verifier first writes texts to learn from, without those that mostly repeat themselves. Each
+recipe (an "arm") trains the first Weaver further for a few seconds; the one that accepts most along
+texts after held-back prompts goes on for most of the time. Then the first and the second Weaver are
+compared on the evaluation prompts, by replay and, as far as time allows, by real decoding. Verifier
+and drafter stay as they are. Programs are compiled in threads while texts are written.
+
+Writes `recipes.json` (again after each part), `training.jsonl` and the network, `weaver/`, which
+`tfm convert MODEL NEW --weaver OUT/weaver` puts to use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import tfm_jax
+from experiments.acceptance import DOMAINS, common_setting, load_prompts
+from experiments.loops import compile_loop
+from experiments.replay import (
+    Starts,
+    accepted_lengths,
+    by_domain,
+    starts_at,
+    states_at,
+    summarise,
+    walk,
+)
+from experiments.store import store
+from pallas_kernels.choice import automatic
+from tfm_jax.checkpoints import read_trio, write_hf
+from tfm_jax.config import Sampling, TreeConfig, WeaverConfig
+from tfm_jax.decoding.generate import bucket, rounds_limit
+from tfm_jax.decoding.prefill import prefill
+from tfm_jax.decoding.state import Trio, make_request, networks_for
+from tfm_jax.model import POCKET, Model, directory
+from tfm_jax.models.weaver import Weaver
+from tfm_jax.training.continuations import Continuations, write_on
+from tfm_jax.training.texts import packed_corpus, write_continuations
+from tfm_jax.training.trainer import (
+    OptimiserConfig,
+    Params,
+    Step,
+    fill,
+    fit,
+    make_optimiser,
+    make_step,
+    start,
+)
+from tfm_jax.training.weaver import WeaverRecipe, initial_weaver, weaver_objective
+
+RECIPES = {
+    "as before": WeaverRecipe(eta=3.0),
+    "within reach": WeaverRecipe(eta=0.7, nodes=64),
+    "with noise": WeaverRecipe(eta=0.7, nodes=64, noise=1.0),
+}
+METHODS = {
+    "tfm": TreeConfig(budget=64, expand=4),
+    "ddtree": TreeConfig(budget=64),
+    "dflash": TreeConfig(budget=15),
+}
+SETTINGS = ((0.0, True), (1.0, True), (1.0, False))  # temperature, shared noise
+TEXTS_TOGETHER = 4  # texts that are replayed side by side
+HELDOUT = "heldout_prompts.json"
+
+Prompts = Mapping[str, Sequence[Sequence[int]]]
+Rounds = list[list[int]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that is chosen beforehand.
+
+    Attributes:
+      seconds: for the whole; real decoding that would not fit is left out.
+      seed: of texts, anchors and batches.
+      count: prompts a domain, of the held-back and of the evaluation prompts each.
+      new_tokens: that texts go on for where acceptance is measured.
+      longest_prompt: evaluation prompts are cut to so many tokens.
+      texts: options of `write_continuations`.
+      optimiser: of all runs; its `steps` are a first guess.
+      recipes: by name.
+      write: texts are written until this share of the time.
+      arm: share of the time that an arm trains for.
+      train: training ends at this share of the time.
+    """
+
+    seconds: float = 335.0
+    seed: int = 2
+    count: int = 40
+    new_tokens: int = 128
+    longest_prompt: int = 256
+    texts: Mapping[str, Any] = dataclasses.field(
+        default_factory=lambda: {
+            "rows": 4096,
+            "total": 208,
+            "prompt": 96,
+            "shortest": 16,
+            "batches": 1000,
+            "greedy_share": 0.6,
+            "most_copied": 0.3,
+        }
+    )
+    optimiser: OptimiserConfig = dataclasses.field(
+        default_factory=lambda: OptimiserConfig(
+            steps=1000, matrix_rate=0.006, other_rate=0.0012, warmup=0.02, decay=0.5
+        )
+    )
+    recipes: Mapping[str, WeaverRecipe] = dataclasses.field(default_factory=lambda: RECIPES)
+    write: float = 0.22
+    arm: float = 0.055
+    train: float = 0.82
+
+    def __post_init__(self) -> None:
+        for name in ("seconds", "count", "new_tokens"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if len({recipe.rows for recipe in self.recipes.values()}) != 1:
+            raise ValueError("recipes need one number of rows: they share their batches")
+        if not 0 < self.write < self.train <= 1:
+            raise ValueError(f"0 < write < train <= 1 expected, got {self.write} and {self.train}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Clock:
+    """Time since `begin`, and how much of a given time is left."""
+
+    begin: float
+    seconds: float
+
+    @property
+    def now(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self.begin
+
+    def left(self, share: float = 1.0) -> float:
+        """Seconds until a share of the whole time is over; at least one."""
+        return max(1.0, share * self.seconds - self.now)
+
+    def say(self, line: str) -> None:
+        """Tells how far the work is."""
+        print(f"recipes: {self.now:6.1f} s  {line}", file=sys.stderr, flush=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Networks:
+    """A model to measure with, and frozen networks in bfloat16 to write and to train with.
+
+    Attributes:
+      model: float32, with the first Weaver.
+      frozen: verifier and drafter alone.
+      config: of the Weaver.
+      first: float32 parameters of the first Weaver, by dotted path.
+    """
+
+    model: Model
+    frozen: Trio
+    config: WeaverConfig
+    first: Params
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextSet:
+    """Texts of the verifier and where their rounds start, at temperatures 0 and 1.
+
+    Attributes:
+      domains: of each text.
+      starts: by temperature, of all texts [R, A].
+    """
+
+    domains: list[str]
+    starts: dict[float, Starts]
+
+
+def open_networks(path: str | Path) -> Networks:
+    """Reads a trio twice.
+
+    Raises:
+      ValueError: it is no trio.
+    """
+    found = read_trio(directory(path), dtype="float32").weaver
+    if found is None:
+        raise ValueError(f"{path} holds no Weaver to start from")
+    frozen = tfm_jax.load(path, dtype="bfloat16").trio
+    return Networks(
+        model=tfm_jax.load(path, dtype="float32"),
+        frozen=Trio(verifier=frozen.verifier, drafter=frozen.drafter),
+        config=found.config,
+        first=initial_weaver(found.config, found.params),
+    )
+
+
+def with_weaver(networks: Networks, params: Params) -> Trio:
+    """The float32 trio with another Weaver, rounded to bfloat16 as its file will hold it."""
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Weaver(networks.config, rngs=nnx.Rngs(0))))
+    stored = {k: v.astype(jnp.bfloat16).astype(jnp.float32) for k, v in params.items()}
+    return dataclasses.replace(networks.model.trio, weaver=fill(graph, stored), growth=None)
+
+
+def heldout_prompts(corpus: Path, count: int) -> dict[str, list[list[int]]]:
+    """`count` prompts a domain from held-back documents of a packed corpus, evenly spaced.
+
+    Raises:
+      ValueError: a domain has fewer.
+      OSError: there are none.
+    """
+    rows = json.loads((corpus / HELDOUT).read_text("utf-8"))["prompts"]
+    found = {}
+    for domain in DOMAINS:
+        own = [row["tokens"] for row in rows if row["domain"] == domain]
+        if len(own) < count:
+            raise ValueError(f"{corpus / HELDOUT}: {len(own)} prompts of {domain}, {count} needed")
+        found[domain] = [own[i * len(own) // count] for i in range(count)]
+    return found
+
+
+@functools.partial(jax.jit, static_argnames=("new_tokens", "vocab_limit"))
+def write_and_draft(
+    trio: Trio,
+    prompts: jax.Array,
+    lengths: jax.Array,
+    seeds: jax.Array,
+    temperature: jax.Array,
+    *,
+    new_tokens: int,
+    vocab_limit: int,
+) -> Starts:
+    """Texts that go on beyond the last anchor as far as a tree reaches, and drafts along them.
+
+    Args:
+      trio: the networks.
+      prompts: [R, P] int32; row r counts up to `lengths[r]`.
+      lengths: [R] int32, at least 2.
+      seeds: [R] uint32.
+      temperature: float32 scalar, of all texts.
+      new_tokens: static, anchors A of a text.
+      vocab_limit: static, see `Request`.
+
+    Returns:
+      starts of all rounds, [R, A].
+    """
+    rows, width = prompts.shape
+    temperatures = jnp.full((rows,), temperature)
+    total = width + new_tokens + trio.depth + 1
+    tokens = write_on(trio.verifier, prompts, lengths, temperatures, seeds, total=total)
+    common = make_request(Sampling(), end_tokens=(), vocab_limit=vocab_limit, total=total)
+
+    def one(text: tuple[jax.Array, jax.Array, jax.Array]) -> Starts:
+        tokens, length, seed = text
+        anchors = length - 1 + jnp.arange(new_tokens)
+        request = dataclasses.replace(common, temperature=temperature, seed=seed)
+        states = states_at(trio, tokens, anchors)
+        return starts_at(trio, tokens, anchors, states, request, METHODS["tfm"].pool)
+
+    return jax.lax.map(one, (tokens, lengths, seeds))
+
+
+@functools.partial(jax.jit, static_argnames=("method", "shape"))
+def replayed_lengths(
+    trio: Trio, starts: Starts, shared: jax.Array, *, method: str, shape: TreeConfig
+) -> jax.Array:
+    """Tokens that a round at each anchor of each text emits, [R, A] int32.
+
+    Args:
+      trio: the networks.
+      starts: of all rounds, [R, A].
+      shared: bool scalar, whether trees grow under the target's noise.
+      method, shape: of the trees.
+    """
+    noise = jnp.where(shared, starts.draft.noise, 0.0)
+    starts = dataclasses.replace(starts, draft=dataclasses.replace(starts.draft, noise=noise))
+    run = functools.partial(accepted_lengths, trio, method=method, shape=shape)
+    together = min(TEXTS_TOGETHER, starts.root.shape[0])
+    return jax.lax.map(run, starts, batch_size=together)
+
+
+def make_set(model: Model, prompts: Prompts, width: int, new_tokens: int) -> TextSet:
+    """The texts after prompts; prompt i of a domain has seed i, as in `experiments.acceptance`."""
+    rows = [(domain, i, p) for domain, own in prompts.items() for i, p in enumerate(own)]
+    padded = np.stack([np.pad(prompt, (0, width - len(prompt))) for _, _, prompt in rows])
+    given = (
+        jnp.asarray(padded, jnp.int32),
+        jnp.asarray([len(prompt) for _, _, prompt in rows], jnp.int32),
+        jnp.asarray([seed for _, seed, _ in rows], jnp.uint32),
+    )
+    make = functools.partial(
+        write_and_draft, model.trio, *given, new_tokens=new_tokens, vocab_limit=model.vocab_limit
+    )
+    temperatures = dict.fromkeys(temperature for temperature, _ in SETTINGS)
+    return TextSet(
+        domains=[domain for domain, _, _ in rows],
+        starts={t: jax.block_until_ready(make(jnp.float32(t))) for t in temperatures},
+    )
+
+
+def replay(trio: Trio, texts: TextSet, method: str, temperature: float, shared: bool) -> Rounds:
+    """Tokens that each round of decoding would emit, for each text."""
+    lengths = replayed_lengths(
+        trio,
+        texts.starts[temperature],
+        jnp.bool_(shared),
+        method=method,
+        shape=METHODS[method],
+    )
+    return [walk(row) for row in np.asarray(lengths)]
+
+
+def replay_all(trio: Trio, texts: TextSet, method: str) -> dict[tuple[float, bool], Rounds]:
+    """`replay` in every setting."""
+    return {setting: replay(trio, texts, method, *setting) for setting in SETTINGS}
+
+
+def rows_of(
+    names: Mapping[str, Any],
+    texts: TextSet,
+    rounds: Mapping[tuple[float, bool], Rounds],
+    base: Mapping[tuple[float, bool], Rounds],
+) -> list[dict[str, Any]]:
+    """A row of the result for each setting, compared with other rounds of the same texts."""
+    rows = []
+    for setting, found in rounds.items():
+        measured, reference = (by_domain(texts.domains, r) for r in (found, base[setting]))
+        named = {"temperature": setting[0], "shared_noise": setting[1] and setting[0] > 0}
+        rows.append({**names, **named, **summarise(measured, reference)})
+    return rows
+
+
+def compile_step(networks: Networks, plan: Plan, recipe: WeaverRecipe) -> Step:
+    """The training step of a recipe, compiled without running it."""
+    optimiser = make_optimiser(plan.optimiser)
+    batch = {
+        "tokens": jax.ShapeDtypeStruct((recipe.rows, plan.texts["total"]), jnp.int32),
+        "first": jax.ShapeDtypeStruct((recipe.rows,), jnp.int32),
+        "temperature": jax.ShapeDtypeStruct((recipe.rows,), jnp.float32),
+    }
+    objective = weaver_objective(networks.config, recipe)
+    step = make_step(objective, optimiser, plan.optimiser, plan.seed)
+    state = jax.eval_shape(lambda: start(networks.first, optimiser, 1))
+    return step.lower(state, (networks.frozen, batch)).compile()
+
+
+def train(
+    title: str,
+    networks: Networks,
+    plan: Plan,
+    recipe: WeaverRecipe,
+    params: Params,
+    step: Step,
+    batches: Callable[[int], Any],
+    *,
+    first: int,
+    seconds: float,
+    log: Path,
+) -> tuple[Params, dict[str, Any]]:
+    """Trains for some seconds; returns the parameters, and what the run was.
+
+    Args:
+      title: of the run.
+      networks, plan, recipe: what is trained, and how.
+      params: to start from.
+      step: compiled for the recipe.
+      batches: see `Continuations.batches`.
+      first: batch to begin with, so that no run sees the batches of another.
+      seconds: to train for.
+      log: file to append to.
+    """
+    begin, records = time.monotonic(), []
+    tokens = recipe.rows * plan.texts["total"]
+    state = fit(
+        jax.tree.map(jnp.copy, params),  # a step gives its input's memory to its output
+        weaver_objective(networks.config, recipe),
+        lambda i: (networks.frozen, batches(first + i)),
+        plan.optimiser,
+        seed=plan.seed,
+        log=log,
+        log_every=100,
+        title=title,
+        seconds=seconds,
+        tokens=tokens,
+        on_record=records.append,
+        step=step,
+    )
+    took, steps = time.monotonic() - begin, int(state.step)
+    return state.params, {
+        "run": title,
+        **dataclasses.asdict(recipe),
+        "first_batch": first,
+        "steps": steps,
+        "skipped": int(state.skipped),
+        "loss": records[-1]["loss"],
+        "seconds": round(took, 1),
+        "steps_per_second": round(steps / took, 2),
+        "tokens_per_second": round(steps * tokens / took),
+        "paths_per_second": round(steps * recipe.rows * recipe.anchors / took),
+    }
+
+
+def compile_loops(model: Model, prompts: Prompts, new_tokens: int) -> dict[str, Callable]:
+    """The loops of real decoding by method, and what prefill of the prompts needs."""
+    capacity = _capacity(model, prompts, new_tokens)
+    for own in prompts.values():
+        for prompt in (min(own, key=len), max(own, key=len)):
+            prefill(_readers(model, "tfm"), np.asarray(prompt, np.int32), capacity)
+    return {
+        method: compile_loop(networks_for(model.trio, method), method, shape, capacity)
+        for method, shape in METHODS.items()
+    }
+
+
+def decode_rounds(
+    model: Model,
+    loop: Callable,
+    method: str,
+    prompts: Prompts,
+    temperature: float,
+    new_tokens: int,
+) -> Rounds:
+    """Tokens that each round of real decoding emits, for each prompt; prompt i has seed i.
+
+    Args:
+      model: float32.
+      loop: from `compile_loops` of the same prompts.
+      method: of the rounds.
+      prompts: by domain.
+      temperature: with shared noise above 0.
+      new_tokens: after each prompt; end tokens do not stop.
+    """
+    capacity = _capacity(model, prompts, new_tokens)
+    found = []
+    for own in prompts.values():
+        for seed, prompt in enumerate(own):
+            request = make_request(
+                Sampling(temperature=temperature, seed=seed),
+                end_tokens=(),
+                vocab_limit=model.vocab_limit,
+                total=len(prompt) + new_tokens,
+            )
+            state = prefill(_readers(model, method), np.asarray(prompt, np.int32), capacity)
+            state = loop(networks_for(model.trio, method), state, request, rounds_limit())
+            found.append(np.asarray(state.accepted)[: int(state.rounds)].tolist())
+    return found
+
+
+def _readers(model: Model, method: str) -> Trio:
+    """The networks of prefill. Weaver has no part in it: one program serves all methods."""
+    return dataclasses.replace(networks_for(model.trio, method), weaver=None, growth=None)
+
+
+def _capacity(model: Model, prompts: Prompts, new_tokens: int) -> int:
+    """Cache rows that serve all prompts, so that one program does."""
+    lengths = {len(prompt) for own in prompts.values() for prompt in own}
+    return max(bucket(n, n + new_tokens, model.trio.depth) for n in lengths)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """What all parts of the experiment work with.
+
+    Attributes:
+      networks, plan, clock: see there.
+      corpus: packed, with held-back prompts.
+      out: folder of the results.
+      result: all rows so far.
+    """
+
+    networks: Networks
+    plan: Plan
+    clock: Clock
+    corpus: Path
+    out: Path
+    result: dict[str, Any]
+
+    @property
+    def log(self) -> Path:
+        """Metrics of all training runs."""
+        return self.out / "training.jsonl"
+
+    def keep(self, done: str) -> None:
+        """Stores the rows so far and tells what was done."""
+        self.result["seconds"] = round(self.clock.now, 1)
+        store(self.out / "recipes.json", self.result)
+        self.clock.say(done)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Yardstick:
+    """What Weavers are measured by.
+
+    Attributes:
+      choosing: texts after held-back prompts, which the arm is chosen by.
+      judging: texts after the evaluation prompts.
+      base: rounds of the first Weaver along `choosing`.
+    """
+
+    choosing: TextSet
+    judging: TextSet
+    base: dict[tuple[float, bool], Rounds]
+
+
+def empty_result(plan: Plan, model: str, corpus: Path, loaded: Model) -> dict[str, Any]:
+    """The result before any part has run: the whole setting, and no rows."""
+    return {
+        "setting": {
+            **common_setting(loaded),
+            **dataclasses.asdict(plan),
+            "model": model,
+            "corpus": corpus.name,
+            "methods": {name: dataclasses.asdict(shape) for name, shape in METHODS.items()},
+            "operations": "xla",
+            "training_dtype": "bfloat16",
+            "prompt_form": "plain continuation, no chat template; end tokens do not stop",
+            "to_base": "tfm by the first Weaver along the same texts, replayed",
+        },
+        "texts": {},
+        "best": None,
+        "training": [],
+        "held_back": [],
+        "evaluation": [],
+        "decoded": [],
+        "seconds": 0.0,
+    }
+
+
+def measure(run: Run) -> None:
+    """Runs all parts; the rows go to `run.result`.
+
+    Rows of "held_back" and "evaluation" are replays; all are compared with `tfm` by the first
+    Weaver along the same texts.
+    """
+    plan, networks = run.plan, run.networks
+    held_back = heldout_prompts(run.corpus, plan.count)
+    given = {d: load_prompts(networks.model, d, plan.count, plan.longest_prompt) for d in DOMAINS}
+    run.log.unlink(missing_ok=True)
+    with concurrent.futures.ThreadPoolExecutor(len(plan.recipes) + 2) as pool:
+        steps = {
+            name: pool.submit(compile_step, networks, plan, recipe)
+            for name, recipe in plan.recipes.items()
+        }
+        first_measured = pool.submit(measure_first, run, held_back, given)
+        loops = pool.submit(compile_loops, networks.model, given, plan.new_tokens)
+        texts = write_texts_to_learn(run)
+        yardstick = first_measured.result()
+        ready = {name: step.result() for name, step in steps.items()}
+        batches = texts.usable(networks.config.depth).batches(_rows(plan), plan.seed)
+        best, params = train_arms(run, ready, batches, yardstick)
+        params = train_second(run, best, params, ready[best], batches, yardstick)
+        replayed = judge(run, params, yardstick.judging)
+        decode(run, params, given, loops.result(), yardstick.judging, replayed)
+
+
+def write_texts_to_learn(run: Run) -> Continuations:
+    """What the Weavers are trained on."""
+    texts = write_continuations(
+        run.networks.frozen.verifier,
+        run.corpus,
+        run.plan.texts,
+        seed=run.plan.seed,
+        seconds=run.clock.left(run.plan.write),
+    )
+    run.result["texts"] = _describe(texts)
+    run.keep(f"{len(texts.tokens)} texts to learn from")
+    return texts
+
+
+def measure_first(run: Run, held_back: Prompts, given: Prompts) -> Yardstick:
+    """Writes the texts to measure with, and replays all methods along those to choose by."""
+    model, new_tokens = run.networks.model, run.plan.new_tokens
+    width = max(len(p) for own in (*held_back.values(), *given.values()) for p in own)
+    choosing = make_set(model, held_back, width, new_tokens)
+    judging = make_set(model, given, width, new_tokens)
+    first = with_weaver(run.networks, run.networks.first)
+    found = {method: replay_all(first, choosing, method) for method in METHODS}
+    for method, rounds in found.items():
+        names = {"weaver": "first", "method": method}
+        run.result["held_back"] += rows_of(names, choosing, rounds, found["tfm"])
+    run.clock.say("first Weaver replayed along held-back texts")
+    return Yardstick(choosing=choosing, judging=judging, base=found["tfm"])
+
+
+def train_arms(
+    run: Run, steps: Mapping[str, Step], batches: Callable[[int], Any], yardstick: Yardstick
+) -> tuple[str, Params]:
+    """Trains with every recipe for a while; the best one's name and parameters."""
+    merits: dict[str, float] = {}
+    best: tuple[str, Params] | None = None
+    for name, step in steps.items():
+        seconds = run.plan.arm * run.plan.seconds
+        params = _train(run, name, name, run.networks.first, step, batches, seconds)
+        merits[name] = _merit(_choose(run, name, params, yardstick))
+        if best is None or merits[name] > merits[best[0]]:
+            best = name, params
+        run.keep(f"arm {name!r}: {merits[name]:.3f} of the first Weaver")
+    assert best is not None
+    run.result["best"] = best[0]
+    return best
+
+
+def train_second(
+    run: Run,
+    recipe: str,
+    params: Params,
+    step: Step,
+    batches: Callable[[int], Any],
+    yardstick: Yardstick,
+) -> Params:
+    """Goes on from an arm and writes the network."""
+    seconds = run.clock.left(run.plan.train)
+    params = _train(run, "second", recipe, params, step, batches, seconds)
+    numbers = {name: np.asarray(value) for name, value in params.items()}
+    write_hf(run.out / "weaver", run.networks.config, numbers, dtype="bfloat16", overwrite=True)
+    merit = _merit(_choose(run, "second", params, yardstick))
+    run.keep(f"second Weaver, {recipe!r}: {merit:.3f} of the first")
+    return params
+
+
+def judge(
+    run: Run, params: Params, judging: TextSet
+) -> dict[tuple[str, str], dict[tuple[float, bool], Rounds]]:
+    """Replays along the evaluation texts; rounds by Weaver and method."""
+    first = with_weaver(run.networks, run.networks.first)
+    second = with_weaver(run.networks, params)
+    found = {("first", method): replay_all(first, judging, method) for method in METHODS}
+    found["second", "tfm"] = replay_all(second, judging, "tfm")
+    for (weaver, method), rounds in found.items():
+        names = {"weaver": weaver, "method": method}
+        run.result["evaluation"] += rows_of(names, judging, rounds, found["first", "tfm"])
+    run.keep("evaluation prompts replayed")
+    return found
+
+
+def decode(
+    run: Run,
+    params: Params,
+    prompts: Prompts,
+    loops: Mapping[str, Callable],
+    judging: TextSet,
+    replayed: Mapping[tuple[str, str], Mapping[tuple[float, bool], Rounds]],
+) -> None:
+    """Decodes the evaluation prompts, the second Weaver first, as long as there is time.
+
+    A row says for how many prompts the rounds are those of the replay.
+    """
+    model, new_tokens = run.networks.model, run.plan.new_tokens
+    second = _served(model, with_weaver(run.networks, params))
+    longest = 0.0
+    for weaver, method in (("second", "tfm"), *(("first", method) for method in METHODS)):
+        for setting in SETTINGS[:2]:
+            if run.clock.now + longest > run.plan.seconds:
+                run.clock.say(f"no time to decode {weaver} {method} T = {setting[0]:g}")
+                continue
+            begin = time.monotonic()
+            decoding = second if weaver == "second" else model
+            rounds = decode_rounds(decoding, loops[method], method, prompts, setting[0], new_tokens)
+            longest = max(longest, time.monotonic() - begin)
+            names = {"weaver": weaver, "method": method}
+            reference = replayed["first", "tfm"]
+            (row,) = rows_of(names, judging, {setting: rounds}, reference)
+            pairs = zip(rounds, replayed[weaver, method][setting], strict=True)
+            row |= {"prompts": len(rounds), "as_replayed": sum(a == b for a, b in pairs)}
+            run.result["decoded"].append(row)
+            run.keep(f"decoded {weaver} {method} T = {setting[0]:g}")
+
+
+def _train(
+    run: Run,
+    title: str,
+    recipe: str,
+    params: Params,
+    step: Step,
+    batches: Callable[[int], Any],
+    seconds: float,
+) -> Params:
+    """Trains on batches that no run has seen, and adds what the run was to the result."""
+    first = sum(done["steps"] for done in run.result["training"])
+    params, facts = train(
+        title,
+        run.networks,
+        run.plan,
+        run.plan.recipes[recipe],
+        params,
+        step,
+        batches,
+        first=first,
+        seconds=seconds,
+        log=run.log,
+    )
+    run.result["training"].append({"recipe": recipe, **facts})
+    return params
+
+
+def _choose(run: Run, name: str, params: Params, yardstick: Yardstick) -> list[dict[str, Any]]:
+    """Replays a Weaver along the held-back texts and adds its rows to the result."""
+    rounds = replay_all(with_weaver(run.networks, params), yardstick.choosing, "tfm")
+    names = {"weaver": name, "method": "tfm"}
+    rows = rows_of(names, yardstick.choosing, rounds, yardstick.base)
+    run.result["held_back"] += rows
+    return rows
+
+
+def _served(model: Model, trio: Trio) -> Model:
+    """The model with another trio, in the form that it decodes in."""
+    assert trio.weaver is not None
+    if model.trio.growth is not None:
+        verifier = trio.verifier
+        growth = trio.weaver.growth_weights(verifier.embed_tokens.weight[...], verifier.output_rows)
+        trio = dataclasses.replace(trio, growth=growth)
+    return dataclasses.replace(model, trio=trio)
+
+
+def _describe(texts: Continuations) -> dict[str, Any]:
+    return {
+        "texts": len(texts.tokens),
+        "greedy": int((texts.temperature == 0).sum()),
+        "copied_mean": round(float(texts.copied().mean()), 4),
+        "digest": texts.digest,
+    }
+
+
+def _rows(plan: Plan) -> int:
+    """Texts a step, the same in all recipes."""
+    return next(iter(plan.recipes.values())).rows
+
+
+def _merit(rows: Sequence[Mapping[str, Any]]) -> float:
+    """What arms are chosen by: mean ratio to the base, greedy and with shared noise."""
+    counted = [r["to_base"] for r in rows if r["shared_noise"] or r["temperature"] == 0]
+    return float(np.mean(counted))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    plan = Plan()
+    parser = argparse.ArgumentParser(description="A second edition of a Weaver.")
+    parser.add_argument("--model", default=POCKET, help="trio whose Weaver is trained further")
+    parser.add_argument("--corpus", type=Path, required=True, help="made by `tfm data corpus`")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--seconds", type=float, default=plan.seconds, help="for everything")
+    parser.add_argument("--seed", type=int, default=plan.seed)
+    parser.add_argument("--count", type=int, default=plan.count, help="prompts a domain")
+    parser.add_argument("--json", action="store_true", help="print the result instead of a table")
+    options = parser.parse_args(arguments)
+    clock = Clock(begin=time.monotonic(), seconds=options.seconds)
+    plan = dataclasses.replace(
+        plan, seconds=options.seconds, seed=options.seed, count=options.count
+    )
+    corpus = packed_corpus(options.corpus, (), None, options.out)
+    options.out.mkdir(parents=True, exist_ok=True)
+    # Thousands of texts at once: XLA's forms, since the kernels are made for a single one. What
+    # the trainer prints is progress.
+    with automatic("xla"), contextlib.redirect_stdout(sys.stderr):
+        networks = open_networks(options.model)
+        run = Run(
+            networks=networks,
+            plan=plan,
+            clock=clock,
+            corpus=corpus,
+            out=options.out,
+            result=empty_result(plan, options.model, corpus, networks.model),
+        )
+        measure(run)
+    result = run.result
+    if options.json:
+        print(json.dumps(result))
+        return
+    for part in ("held_back", "evaluation", "decoded"):
+        for row in result[part]:
+            low, high = row["ci95"]
+            noise = ", shared noise" if row["shared_noise"] else ""
+            print(
+                f"{part:10s}  {row['weaver']:12s}  {row['method']:6s}  "
+                f"T = {row['temperature']:g}{noise:14s}  {row['mean_accepted_length']:.3f} "
+                f"({low:.2f} to {high:.2f})  {row['to_base']:.1%} of the first"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""Rounds of decoding along a text that is known, without decoding it again.
+
+A text does not depend on how it is drafted, so plain decoding writes it once and nothing needs the
+verifier any more: a tree grows at every position, and the text says how much of it decoding would
+accept. Starting at the prompt's end and going on by what was accepted visits the rounds of
+`generate`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.bootstrap import draws, interval
+from tfm_jax.config import TreeConfig
+from tfm_jax.decoding.accept import accept
+from tfm_jax.decoding.ddtree import ddtree
+from tfm_jax.decoding.draft import Draft
+from tfm_jax.decoding.grow import chain, grow, slots, weaver_scorer
+from tfm_jax.decoding.sampling import hide_padding, position_noise
+from tfm_jax.decoding.state import NO_TOKEN, Request, Trio
+from tfm_jax.models.layers import project
+from tfm_jax.training.dflash import draft_blocks
+from tfm_jax.tree import Tree
+
+TOGETHER = 64  # trees that grow side by side
+UNLIMITED = 2**30
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class States:
+    """What Weaver is given at A anchors.
+
+    Attributes:
+      verifier: [A, H] final-norm states that predicted the anchors.
+      drafter: [A, D, H] final-norm states of the block.
+    """
+
+    verifier: jax.Array
+    drafter: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Starts:
+    """What rounds at A anchors of a text start from, and the text that they are compared with.
+
+    Attributes:
+      root: [A] int32, the anchors' tokens.
+      ahead: [A, D + 1] int32, the tokens after them.
+      state: [A, H] final-norm states that predicted the anchors.
+      draft: with a leading axis [A].
+    """
+
+    root: jax.Array
+    ahead: jax.Array
+    state: jax.Array
+    draft: Draft
+
+
+def states_at(trio: Trio, tokens: jax.Array, anchors: jax.Array) -> States:
+    """The states at anchors [A] of a text [T], as decoding would compute them."""
+    assert trio.drafter is not None
+    hidden = trio.verifier.forward(tokens, trio.taps)
+    keep = jnp.ones(anchors.shape, bool)
+    blocks = draft_blocks(trio.verifier, trio.drafter, tokens, hidden.features, anchors, keep)
+    return States(verifier=hidden.final[anchors - 1], drafter=blocks[:, 1 : trio.depth + 1])
+
+
+def starts_at(
+    trio: Trio,
+    tokens: jax.Array,
+    anchors: jax.Array,
+    states: States,
+    request: Request,
+    pool: int,
+) -> Starts:
+    """Where rounds at anchors [A] of a text [T] start.
+
+    Args:
+      trio: the networks.
+      tokens: [T] int32, with as many tokens after every anchor as a tree is deep, and one.
+      anchors: [A] int32.
+      states: from `states_at`.
+      request: its temperature, seed, shared noise and vocabulary limit.
+      pool: static, candidates of a depth.
+    """
+    offsets = jnp.arange(trio.depth)
+    vocab = trio.verifier.config.vocab_size
+    sampled = request.temperature > 0
+    noise = jax.lax.cond(
+        sampled & request.shared_noise,
+        lambda: position_noise(request, jnp.arange(tokens.shape[0]), vocab),
+        lambda: jnp.zeros((tokens.shape[0], vocab), jnp.float32),
+    )
+
+    def one(inputs: tuple[jax.Array, States]) -> Starts:
+        anchor, own = inputs
+        marginals = project(own.drafter, trio.verifier.output_rows, out_dtype=jnp.float32)
+        marginals = hide_padding(marginals, request.vocab_limit)
+        logits, ids = jax.lax.top_k(marginals, min(pool, vocab))
+        drafted = Draft(
+            hidden=own.drafter,
+            ids=ids,
+            logits=logits,
+            noise=jnp.take_along_axis(noise[anchor + 1 + offsets], ids, axis=-1),
+            temperature=jnp.where(sampled, request.temperature, 1.0),
+        )
+        return Starts(
+            root=tokens[anchor],
+            ahead=tokens[anchor + 1 + jnp.arange(trio.depth + 1)],
+            state=own.verifier,
+            draft=drafted,
+        )
+
+    return jax.lax.map(one, (anchors, states), batch_size=min(TOGETHER, anchors.size))
+
+
+def accepted_lengths(
+    trio: Trio, starts: Starts, *, method: str, shape: TreeConfig, depth: int | None = None
+) -> jax.Array:
+    """Tokens that a round at each anchor emits, bonus included, [A] int32.
+
+    Args:
+      trio: the networks; its Weaver grows the trees of "tfm".
+      starts: of all rounds.
+      method: "dflash", "ddtree" or "tfm".
+      shape: of the trees; the pool is that of `starts`.
+      depth: deepest node, the drafter's own if None; Weaver sees all drafter states even so.
+    """
+    limit = trio.depth if depth is None else depth
+    no_ends = jnp.full((1,), NO_TOKEN)
+
+    def one(start: Starts) -> jax.Array:
+        tree = _propose(trio, start, method, shape, limit)
+        # Right at nodes of the text's own path, and nothing else is walked along.
+        targets = start.ahead[tree.depth]
+        walked = accept(tree, targets, depth=limit, limit=jnp.int32(UNLIMITED), end_tokens=no_ends)
+        return walked.count
+
+    return jax.lax.map(one, starts, batch_size=min(TOGETHER, starts.root.size))
+
+
+def _propose(trio: Trio, start: Starts, method: str, shape: TreeConfig, limit: int) -> Tree:
+    """The tree that `decoding.round.propose` grows from one anchor."""
+    drafted = start.draft
+    ids = drafted.ids[:limit]
+    if method == "dflash":
+        return chain(start.root, ids, drafted.marginals[:limit], shape.budget)
+    if method == "ddtree":
+        return ddtree(start.root, ids, drafted.marginals[:limit], shape.budget)
+    scorer, memory = weaver_scorer(trio, drafted, start.state, slots(shape))
+    return grow(start.root, ids, scorer, memory, shape)
+
+
+def walk(lengths: np.ndarray) -> list[int]:
+    """Tokens that each round of decoding emits, from those of a round at every position [A].
+
+    The last round is cut to what is still to be emitted.
+    """
+    rounds, position = [], 0
+    while position < len(lengths):
+        rounds.append(min(int(lengths[position]), len(lengths) - position))
+        position += rounds[-1]
+    return rounds
+
+
+def by_domain(domains: Sequence[str], rounds: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
+    """Emitted tokens and rounds of every text, [texts, 2] for each domain."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for domain, lengths in zip(domains, rounds, strict=True):
+        found.setdefault(domain, []).append((sum(lengths), len(lengths)))
+    return {domain: np.asarray(pairs) for domain, pairs in found.items()}
+
+
+def summarise(measured: dict[str, np.ndarray], base: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Mean accepted length, macro average over domains, and its ratio to the base's, paired.
+
+    Args:
+      measured, base: from `by_domain`, of the same texts.
+    """
+    own, drawn = _lengths(measured)
+    reference, reference_drawn = _lengths(base)
+    ratio = drawn.mean(axis=0) / reference_drawn.mean(axis=0)
+    return {
+        "mean_accepted_length": _rounded(own.mean()),
+        "ci95": _rounded(interval(drawn.mean(axis=0))),
+        "to_base": _rounded(own.mean() / reference.mean()),
+        "to_base_ci95": _rounded(interval(ratio)),
+        "by_domain": dict(zip(measured, _rounded(own), strict=True)),
+    }
+
+
+def _lengths(measured: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Mean accepted lengths [domains], and resampled ones [domains, resamples]."""
+    stacks = list(measured.values())
+    means = [stack[:, 0].sum() / stack[:, 1].sum() for stack in stacks]
+    sums = [
+        stack[chosen].sum(axis=1)
+        for stack, chosen in zip(stacks, draws([len(s) for s in stacks]), strict=True)
+    ]
+    return np.asarray(means), np.asarray([s[:, 0] / s[:, 1] for s in sums])
+
+
+def _rounded(x: np.ndarray | np.floating) -> Any:
+    return np.round(np.asarray(x, np.float64), 4).tolist()
