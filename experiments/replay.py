@@ -18,18 +18,16 @@ import numpy as np
 
 from experiments.bootstrap import draws, interval
 from tfm_jax.config import TreeConfig
-from tfm_jax.decoding.accept import accept
 from tfm_jax.decoding.ddtree import ddtree
 from tfm_jax.decoding.draft import Draft
 from tfm_jax.decoding.grow import chain, grow, slots, weaver_scorer
 from tfm_jax.decoding.sampling import hide_padding, position_noise
-from tfm_jax.decoding.state import NO_TOKEN, Request, Trio
+from tfm_jax.decoding.state import Request, Trio
 from tfm_jax.models.layers import project
 from tfm_jax.training.dflash import draft_blocks
-from tfm_jax.tree import Tree
+from tfm_jax.tree import ROOT, Tree
 
 TOGETHER = 64  # trees that grow side by side
-UNLIMITED = 2**30
 
 
 @jax.tree_util.register_dataclass
@@ -135,14 +133,21 @@ def accepted_lengths(
       depth: deepest node, the drafter's own if None; Weaver sees all drafter states even so.
     """
     limit = trio.depth if depth is None else depth
-    no_ends = jnp.full((1,), NO_TOKEN)
 
     def one(start: Starts) -> jax.Array:
         tree = _propose(trio, start, method, shape, limit)
-        # Right at nodes of the text's own path, and nothing else is walked along.
-        targets = start.ahead[tree.depth]
-        walked = accept(tree, targets, depth=limit, limit=jnp.int32(UNLIMITED), end_tokens=no_ends)
-        return walked.count
+        above = jnp.maximum(tree.parent, ROOT)
+        right = tree.valid & (tree.token == start.ahead[tree.depth[above]])
+        right = right.at[ROOT].set(True)
+
+        # Right so far and right above: paths twice as long each time. A loop, since XLA takes a
+        # minute to compile gathers of gathers under `vmap`.
+        def double(_: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            on, above = carry
+            return on & on[above], above[above]
+
+        on, _ = jax.lax.fori_loop(0, limit.bit_length(), double, (right, above))
+        return on.sum(dtype=jnp.int32)
 
     return jax.lax.map(one, starts, batch_size=min(TOGETHER, starts.root.size))
 
