@@ -171,9 +171,20 @@ def measure(
       temperatures: with shared noise above 0.
       count: prompts a domain; prompt i is sampled with seed i.
       new_tokens: that each text goes on for.
-      longest_prompt: prompts are cut to so many tokens.
+      longest_prompt: prompts are cut to so many tokens, at least 2.
       domains: of the prompts.
+
+    Raises:
+      ValueError: a number that is too small, before any compute.
     """
+    least = {
+        "count": (count, 1),
+        "new_tokens": (new_tokens, 1),
+        "longest_prompt": (longest_prompt, 2),
+    }
+    for name, (given, smallest) in least.items():
+        if given < smallest:
+            raise ValueError(f"{name} must be at least {smallest}, got {given}")
     common = common_setting(model)
     settings = variants() if settings is None else list(settings)
     trio = model.trio
@@ -330,6 +341,7 @@ def main(arguments: list[str] | None = None) -> None:
         longest_prompt=options.longest_prompt,
         domains=options.domains,
     )
+    result["setting"]["model"] = options.model
     store(options.out, result)
     if options.json:
         print(json.dumps(result))

@@ -19,7 +19,7 @@ import tfm_jax
 from experiments import bootstrap
 from experiments.checkout import commit_id
 from tfm_jax.config import Sampling, TreeConfig
-from tfm_jax.model import Generation, Model
+from tfm_jax.model import POCKET, Generation, Model
 
 DOMAINS = ("prose", "code", "math", "chat")
 
@@ -134,9 +134,9 @@ def summarise(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def common_setting(model: Model) -> dict[str, str]:
-    """What every figure of the pocket trio depends on; taken before a run, not after it."""
+    """What every figure depends on, the embedded trio's; taken before a run, not after it."""
     return {
-        "model": "pocket",
+        "model": POCKET,
         "dtype": str(np.dtype(model.trio.verifier.dtype)),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
@@ -160,6 +160,7 @@ def main(
     """Measures acceptance and writes it to `out`."""
     loaded = tfm_jax.load(model, dtype=dtype)
     result = measure(loaded, budgets=budgets, count=count, new_tokens=new_tokens)
+    result["setting"]["model"] = model
     result["macro"] = summarise(result["rows"])
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n")

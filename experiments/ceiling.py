@@ -349,6 +349,7 @@ def main(arguments: list[str] | None = None) -> None:
         longest_prompt=options.longest_prompt,
         domains=options.domains,
     )
+    result["setting"]["model"] = options.model
     store(options.out, result)
     if options.json:
         print(json.dumps(result))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from experiments.embedding import WideTrio, widened
@@ -88,7 +89,8 @@ def _layers(wide: WideTrio, states: list[jax.Array]) -> dict[str, float]:
         result = _forward(fill(outline, make()), copied(states[done], wide.hidden))
         done += source is not None
         expected = copied(states[done], wide.hidden)
-        found[part] = max(found[part], _difference(result, expected))
+        # `max` would lose a NaN.
+        found[part] = float(np.maximum(found[part], _difference(result, expected)))
     return found
 
 

@@ -274,7 +274,8 @@ def compare_logits(
     found = [bench.next_logits(prompt) for texts in prompts.values() for prompt in texts]
 
     def largest(logits: list[np.ndarray]) -> float:
-        return round(max(abs(a - b).max() for a, b in zip(logits, exact, strict=True)).item(), 6)
+        off = [np.abs(a - b).max() for a, b in zip(logits, exact, strict=True)]
+        return round(float(np.max(off)), 6)  # `max` would lose a NaN
 
     same = [int(a.argmax() == b.argmax()) for a, b in zip(found, exact, strict=True)]
     return {
@@ -297,6 +298,17 @@ def check_lengths(small: StoredTrio, sizes: Any, longest: int) -> None:
             )
 
 
+def check_options(options: argparse.Namespace) -> None:
+    """Raises ValueError for a number that no run could have."""
+    for name in ("count", "new_tokens", "longest_prompt"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(options, name)}")
+    for budget in options.budgets:
+        TreeConfig(budget=budget, expand=max(-(-budget // 16), 1))
+    for temperature in options.temperatures:
+        Sampling(temperature=temperature)
+
+
 def show(result: dict[str, Any]) -> None:
     """Prints the macro averages and where greedy texts part."""
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
@@ -315,12 +327,15 @@ def show(result: dict[str, Any]) -> None:
             f"{row['speedup']:.2f}x",
         )
     console.print(table)
-    apart = result["differences"]
+    apart, greedy = result["differences"], any(not row["temperature"] for row in result["rows"])
     if apart:
         worst = max(one["gap"] for one in apart)
         console.print(f"{len(apart)} greedy texts part from plain decoding; largest gap {worst}")
-    else:
+    elif greedy:
         console.print("every greedy text is that of plain decoding")
+    sampled = sum(row["differing_prompts"] for row in result["rows"] if row["temperature"])
+    if sampled:
+        console.print(f"{sampled} sampled texts part from plain decoding")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -342,6 +357,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print the result instead of tables")
     options = parser.parse_args(arguments)
 
+    check_options(options)
     trio, sizes = directory(options.trio), geometry(options.preset)
     device = jax.devices()[0].device_kind
     setting: dict[str, Any] = {

@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from experiments.step import PHASES
+
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parents[1] / "README.md"
 
@@ -43,7 +45,7 @@ def acceptance_table(result: dict[str, Any]) -> str:
     note = f" ({setting['note']})" if "note" in setting else ""
     lines += [
         "",
-        f"Pocket trio, {setting['dtype']}, {setting['device']}, jax {setting['jax']}; "
+        f"{_trio(setting)}, {setting['dtype']}, {setting['device']}, jax {setting['jax']}; "
         f"{', '.join(f'{n} {d}' for d, n in prompts.items())} prompts cut to "
         f"{setting['longest_prompt']} tokens{note}, {setting['new_tokens']} new tokens each; "
         f"w = {setting['expand']}, {setting['children']} children, pool {setting['pool']}; "
@@ -77,6 +79,11 @@ def _more(means: dict[str, float], than: str) -> str:
     return f"{means['tfm64'] / means[than] - 1:.0%}"
 
 
+def _trio(setting: dict[str, Any]) -> str:
+    """Which networks were measured."""
+    return "Pocket trio" if setting["model"] == "pocket" else f"The trio in `{setting['model']}`"
+
+
 def speed_table(result: dict[str, Any]) -> str:
     """Time of a round for each method."""
     setting = result["setting"]
@@ -92,8 +99,8 @@ def speed_table(result: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        f"Pocket trio, {setting['dtype']}, one {setting['device']}, jax {setting['jax']}, single "
-        f"stream, device loop, B = {setting['budget']}, w = {setting['expand']}, "
+        f"{_trio(setting)}, {setting['dtype']}, one {setting['device']}, jax {setting['jax']}, "
+        f"single stream, device loop, B = {setting['budget']}, w = {setting['expand']}, "
         f"T = {setting['temperature']}, {setting['new_tokens']} tokens after each of "
         f"{setting['prompts']} prompts. The weights of this trio fit into the cache, so a round is "
         "launches, not memory: the figures show that the loop works, not what a 27B model gains.",
@@ -157,9 +164,6 @@ def _case(row: dict[str, Any]) -> str:
     names = list(row)
     label = names[: next(i for i, name in enumerate(names) if name.endswith("_us"))]
     return ", ".join(f"{name} {row[name]}" for name in label)
-
-
-PHASES = ("draft", "grow", "verify", "accept+commit")
 
 
 def step_table(result: dict[str, Any]) -> str:
@@ -244,7 +248,7 @@ def ceiling_table(result: dict[str, Any]) -> str:
         "target's probability of it. No draft that ignores the realised tokens can beat the fourth "
         "column on average; the oracles are brackets, from judging them on other samples than "
         f"they were made from to the same ones, {setting['samples']} continuations a context. "
-        f"Pocket trio, {setting['dtype']}, {setting['device']}, jax {setting['jax']}, commit "
+        f"{_trio(setting)}, {setting['dtype']}, {setting['device']}, jax {setting['jax']}, commit "
         f"{setting['commit']}; {', '.join(f'{n} {d}' for d, n in prompts.items())} prompts, "
         f"{setting['anchors']} contexts each, mean over prompts and then over domains.",
     ]
@@ -322,7 +326,7 @@ def ablation_table(result: dict[str, Any]) -> str:
     lines += [
         "",
         "A state that Weaver is left without is replaced by its mean over contexts; nothing is "
-        f"trained again. Pocket trio, {setting['dtype']}, {setting['device']}, jax "
+        f"trained again. {_trio(setting)}, {setting['dtype']}, {setting['device']}, jax "
         f"{setting['jax']}, commit {setting['commit']}; "
         f"{', '.join(f'{n} {d}' for d, n in prompts.items())} prompts cut to "
         f"{setting['longest_prompt']} tokens, {setting['new_tokens']} new tokens each, macro "
@@ -358,14 +362,16 @@ def full_cost_table(result: dict[str, Any]) -> str:
                 "4.37 times and 24.7%."
             )
     apart = result["differences"]
-    compared = len({(row["method"], row["budget"]) for row in macro}) - 1
-    texts = compared * sum(setting["prompts"].values())
-    parted = (
-        f"{len(apart)} of {texts} greedy texts part from plain decoding, at logits no further "
-        f"apart than {max(one['gap'] for one in apart):.2g}."
-        if apart
-        else f"All {texts} greedy texts are those of plain decoding."
-    )
+    greedy = [row for row in macro if not row["temperature"]]
+    texts = max(len(greedy) - 1, 0) * sum(setting["prompts"].values())
+    parted = ""
+    if apart:
+        parted = (
+            f"{len(apart)} of {texts} greedy texts part from plain decoding, at logits no further "
+            f"apart than {max(one['gap'] for one in apart):.2g}."
+        )
+    elif texts:
+        parted = f"All {texts} greedy texts are those of plain decoding."
     logits = setting["checks"].get("logits")
     kept = (
         ""

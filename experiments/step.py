@@ -502,6 +502,12 @@ def main(arguments: list[str] | None = None) -> None:
         "jax": jax.__version__,
         "commit": commit_id(),
         "preset": options.preset,
+        "temperature": Sampling().temperature,
+        "expand": "ceil(B / 16)",
+        "children": TreeConfig().children,
+        "pool": TreeConfig().pool,
+        "rounds_a_run": ROUNDS,
+        "runs": REPEATS,
     }
     begin = time.perf_counter()
     model = random_model(options.preset)

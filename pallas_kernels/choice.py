@@ -10,7 +10,8 @@ import jax
 
 Implementation = typing.Literal["auto", "pallas", "xla", "reference"]
 
-_CAPABILITY = 8.0  # tensor cores that take bfloat16
+# Data-centre GPUs from Ampere on: others have less shared memory than the kernels are cut for.
+_CAPABILITIES = ("8.0", "9.0", "10.0", "10.3")
 _automatic: Implementation = "auto"
 
 
@@ -86,11 +87,9 @@ def _unsupported_device(platform: str) -> str | None:
     if platform not in ("gpu", "cuda"):
         return f"it needs an NVIDIA GPU, got platform {platform!r}"
     capability = str(getattr(jax.local_devices()[0], "compute_capability", "unknown"))
-    try:
-        enough = float(capability) >= _CAPABILITY
-    except ValueError:
-        enough = False
-    return None if enough else f"it needs compute capability 8.0 or above, got {capability}"
+    if capability in _CAPABILITIES:
+        return None
+    return f"it needs compute capability {', '.join(_CAPABILITIES)}, got {capability}"
 
 
 @functools.cache

@@ -106,7 +106,7 @@ class _Rows:
     first: jax.Array | int
 
     def load(self, start: int, size: int) -> jax.Array:
-        """HeadColumns from `start` on in float32, zeros beyond `size` and in rows not there."""
+        """Columns from `start` on in float32, zeros beyond `size` and in rows not there."""
         index, mask = self._at(start, size)
         zero = jnp.zeros((), self.ref.dtype)
         return pltriton.load(self.ref.at[index], mask=mask, other=zero).astype(jnp.float32)

@@ -55,7 +55,8 @@ def tree_attention(
       NotImplementedError: "pallas" on a device or shape it does not support.
     """
     _check(q, own_keys, own_values, visible, keys, values, length)
-    if window is not None and (not isinstance(window, int) or window < 1):
+    whole = isinstance(window, int) and not isinstance(window, bool)
+    if window is not None and (not whole or window < 1):
         raise ValueError(f"window must be a positive integer, got {window!r}")
     size = q.shape[2]
     factor = float(size**-0.5 if scale is None else scale)

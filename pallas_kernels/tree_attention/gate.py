@@ -36,6 +36,8 @@ class Gate:
 
 def check_gate(gate: Gate, rows: int, heads: int, size: int) -> None:
     """Raises TypeError or ValueError unless these are logits of outputs [rows, heads, size]."""
+    if not isinstance(gate, Gate):
+        raise TypeError(f"gate must be a Gate, got {type(gate).__name__}")
     check_array("gate logits", gate.logits)
     if gate.first < 0 or gate.step < size:
         raise ValueError(

@@ -242,6 +242,10 @@ def test_bad_options_are_one_line(run, given, trio_dir, tmp_path, options, messa
     ("edit", "message"),
     [
         (lambda s: s["stages"]["weaver"].update(stepz=1), "unknown weaver.stepz"),
+        (
+            lambda s: s["stages"]["weaver"].update(most_copied=0.5),
+            "unknown weaver.most_copied",
+        ),
         (lambda s: s["stages"].update(drafter={}), "no stage is called drafter"),
         (lambda s: s["stages"]["weaver"].pop("log_every"), "weaver.log_every is missing"),
         (lambda s: s["stages"]["weaver"]["recipe"].update(rows=0), "rows and anchors must be"),

@@ -100,3 +100,16 @@ def test_variants_differ_from_the_base_in_one_part():
             if getattr(other.shape, f.name) != getattr(base.shape, f.name)
         ]
         assert len(changed) == 1 or (other.part == "states" and len(changed) == 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"count": 0}, "count must be at least 1, got 0"),
+        ({"longest_prompt": 1}, "longest_prompt must be at least 2, got 1"),
+        ({"new_tokens": 0}, "new_tokens must be at least 1, got 0"),
+    ],
+)
+def test_numbers_that_no_run_could_have(given, message):
+    with pytest.raises(ValueError, match=message):
+        ablation.measure(None, **given)

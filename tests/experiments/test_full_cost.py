@@ -182,6 +182,7 @@ def test_sizes_that_do_not_fit_are_refused(small, sizes, part, change, message):
         widened(small, dataclasses.replace(sizes, **{part: changed}))
 
 
+@pytest.mark.slow
 def test_the_comparison_tells_which_part_differs(small, sizes, pocket, monkeypatch):
     name = "layers.5.mlp.down_proj.weight"
     params = small.verifier.params | {name: 1.01 * small.verifier.params[name]}
@@ -232,7 +233,14 @@ def test_logits_are_those_of_the_small_model(wide, pocket):
     assert abs(found - expected).max() < 1e-4
 
 
-@pytest.mark.parametrize("method", ["ar", "ddtree", "tfm"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param("ar", marks=pytest.mark.slow),
+        pytest.param("ddtree", marks=pytest.mark.slow),
+        "tfm",
+    ],
+)
 def test_methods_draft_and_accept_the_same(wide, pocket, method):
     """Pools decide the tokens of a tree, marginals or Weaver their probabilities."""
     for sampling in (Sampling(), Sampling(temperature=1.0, seed=3)):
@@ -258,6 +266,7 @@ def test_methods_draft_and_accept_the_same(wide, pocket, method):
         assert rounds == 16 if method == "ar" else rounds < 14
 
 
+@pytest.mark.slow
 def test_whole_texts_of_chains_are_the_same(wide, pocket):
     request = {"max_new_tokens": 32, "method": "dflash", "end_tokens": []}
     expected, found = (model.generate(TEXT, **request) for model in (pocket, wide))
@@ -329,3 +338,17 @@ def test_the_experiment_runs_without_a_gpu(tmp_path, sizes, capsys):
     assert result["differences"] == []
     assert result["setting"]["checks"]["logits"]["same_best_token"] == 4
     assert max(result["setting"]["checks"]["float32"].values()) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("--count", "0"), "count must be at least 1, got 0"),
+        (("--new-tokens", "0"), "new_tokens must be at least 1, got 0"),
+        (("--budgets", "0"), "budget"),
+        (("--temperatures", "-1"), "temperature"),
+    ],
+)
+def test_numbers_that_no_run_could_have(option, message):
+    with pytest.raises(ValueError, match=message):
+        full_cost.main(list(option))

@@ -78,6 +78,7 @@ assert moved > 5e-3, moved
 """
 
 
+@pytest.mark.slow
 def test_two_devices_learn_what_one_learns_and_hand_a_run_over(tmp_path: Path) -> None:
     done = python(BOTH, tmp_path, devices=2)
     assert done.returncode == 0, done.stderr

@@ -57,6 +57,8 @@ class Linear(nnx.Module):
 
     def parts(self, x: jax.Array) -> jax.Array:
         """`x @ weight.T` of rows [N, in], or its parts, for `RMSNorm.after`; forward only."""
+        if self.bias is not None:
+            raise ValueError("parts of a product have no place for a bias")
         return skinny_matmul(x, self.weight[...].astype(x.dtype), parts=True)
 
 
@@ -97,6 +99,8 @@ class Stacked(nnx.Module):
     """
 
     def __init__(self, parts: Sequence[Linear]) -> None:
+        if any(part.bias is not None for part in parts):
+            raise ValueError("maps with a bias cannot be stacked")
         self.weight = nnx.Param(jnp.concatenate([part.weight[...] for part in parts]))
         self.sizes = tuple(part.weight.shape[0] for part in parts)
 

@@ -38,7 +38,7 @@ SHORT: Mapping[str, Mapping[str, Any]] = {
         "optimiser": {"steps": 150, "matrix_rate": 0.01, "other_rate": 0.002},
     },
 }
-_OPTIONAL = ("seconds", "given", "most_copied")
+_OPTIONAL = {"continuations": {"given", "most_copied"}}  # and "seconds", of every stage
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -58,8 +58,9 @@ def read_settings(path: Path) -> dict[str, Any]:
     problems = [f"no stage is called {name}" for name in stages if name not in SHORT]
     for stage in (name for name in stages if name in SHORT):
         given, known = set(stages[stage]), set(SHORT[stage])
-        problems += [f"unknown {stage}.{name}" for name in sorted(given - known - {*_OPTIONAL})]
-        problems += [f"{stage}.{name} is missing" for name in sorted(known - given - {*_OPTIONAL})]
+        optional = {"seconds"} | _OPTIONAL.get(stage, set())
+        problems += [f"unknown {stage}.{name}" for name in sorted(given - known - optional)]
+        problems += [f"{stage}.{name} is missing" for name in sorted(known - given - optional)]
     if problems:
         raise ConfigError(f"{path}: {', '.join(problems)}")
     return settings
