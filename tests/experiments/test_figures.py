@@ -34,6 +34,7 @@ STEP = {
 }
 
 SETTING = {
+    "model": "pocket",
     "dtype": "float32",
     "device": "NVIDIA H200",
     "jax": "0.11.2",
