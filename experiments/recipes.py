@@ -557,10 +557,9 @@ def measure(run: Run) -> None:
         loops = pool.submit(compile_loops, networks.model, given, plan.new_tokens)
         texts = write_texts_to_learn(run)
         yardstick = first_measured.result()
-        ready = {name: step.result() for name, step in steps.items()}
         batches = texts.usable(networks.config.depth).batches(_rows(plan), plan.seed)
-        best, params = train_arms(run, ready, batches, yardstick)
-        params = train_second(run, best, params, ready[best], batches, yardstick)
+        best, params = train_arms(run, steps, batches, yardstick)
+        params = train_second(run, best, params, steps[best].result(), batches, yardstick)
         replayed = judge(run, params, yardstick.judging)
         decode(run, params, given, loops.result(), yardstick.judging, replayed)
 
@@ -595,14 +594,17 @@ def measure_first(run: Run, held_back: Prompts, given: Prompts) -> Yardstick:
 
 
 def train_arms(
-    run: Run, steps: Mapping[str, Step], batches: Callable[[int], Any], yardstick: Yardstick
+    run: Run,
+    steps: Mapping[str, concurrent.futures.Future[Step]],
+    batches: Callable[[int], Any],
+    yardstick: Yardstick,
 ) -> tuple[str, Params]:
     """Trains with every recipe for a while; the best one's name and parameters."""
     merits: dict[str, float] = {}
     best: tuple[str, Params] | None = None
     for name, step in steps.items():
         seconds = run.plan.arm * run.plan.seconds
-        params = _train(run, name, name, run.networks.first, step, batches, seconds)
+        params = _train(run, name, name, run.networks.first, step.result(), batches, seconds)
         merits[name] = _merit(_choose(run, name, params, yardstick))
         if best is None or merits[name] > merits[best[0]]:
             best = name, params
