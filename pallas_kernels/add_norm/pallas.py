@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.blocks import span, store
+from pallas_kernels.checks import check_power
 
 _LONGEST = 16384  # longer rows would spill from the registers
 
@@ -32,9 +33,7 @@ class Config:
 
     def __post_init__(self):
         for name in ("block", "num_warps"):
-            size = getattr(self, name)
-            if size < 1 or size & (size - 1):
-                raise ValueError(f"{name} must be a power of two, got {size}")
+            check_power(name, getattr(self, name))
 
 
 def default_config(size: int) -> Config:

@@ -2,9 +2,6 @@
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadColumns:
@@ -23,10 +20,3 @@ class HeadColumns:
     k: int = 0
     v: int = 0
     step: int
-
-
-def take(array: jax.Array, start: int, count: int, step: int, size: int) -> jax.Array:
-    """Returns `count` heads of `size` columns, `step` apart, [N, count, size]."""
-    end = start + count * step
-    array = jnp.pad(array, ((0, 0), (0, max(0, end - array.shape[1]))))
-    return array[:, start:end].reshape(-1, count, step)[:, :, :size]

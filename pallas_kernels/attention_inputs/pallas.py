@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.attention_inputs.columns import HeadColumns
+from pallas_kernels.checks import check_power
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,9 +28,7 @@ class Config:
 
     def __post_init__(self):
         for name in ("block_n", "num_warps"):
-            size = getattr(self, name)
-            if size < 1 or size & (size - 1):
-                raise ValueError(f"{name} must be a power of two, got {size}")
+            check_power(name, getattr(self, name))
 
 
 def default_config(rows: int) -> Config:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.attention_inputs import pallas, reference, xla
 from pallas_kernels.attention_inputs.columns import HeadColumns
 from pallas_kernels.attention_inputs.rotary import turns
-from pallas_kernels.checks import check_array
+from pallas_kernels.checks import check_array, check_part
 from pallas_kernels.choice import Implementation, choose, interpreted
 
 
@@ -141,10 +141,4 @@ def _check_shapes(
         ("k", k, columns.k, key_heads * size),
         ("v", v, columns.v, key_heads * size),
     ):
-        if start < 0:
-            raise ValueError(f"the first column of {name} must not be negative, got {start}")
-        if array.ndim != 2 or array.shape[0] != rows or array.shape[1] < start + width:
-            raise ValueError(
-                f"{name} must be [{rows}, {start + width} or more] to hold {width} columns from "
-                f"{start} on, got {array.shape}"
-            )
+        check_part(name, array, (rows, width), start)

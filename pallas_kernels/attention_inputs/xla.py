@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention_inputs.columns import HeadColumns, take
+from pallas_kernels.attention_inputs.columns import HeadColumns
 from pallas_kernels.attention_inputs.rotary import rotate
+from pallas_kernels.heads import cut_heads
 
 
 def prepare(
@@ -24,9 +25,9 @@ def prepare(
 ):
     """Returns the fields of `AttentionInputs`. Arguments as in `attention_inputs`."""
     size = q_weight.size
-    q = take(q, columns.q, heads, columns.step, size)
-    k = take(k, columns.k, key_heads, size, size)
-    v = take(v, columns.v, key_heads, size, size)
+    q = cut_heads(q, columns.q, heads, columns.step, size)
+    k = cut_heads(k, columns.k, key_heads, size, size)
+    v = cut_heads(v, columns.v, key_heads, size, size)
     q = rotate(_norm(q, q_weight, eps, zero_centred), cos, sin)
     k = rotate(_norm(k, k_weight, eps, zero_centred), cos, sin)
     return q, k.swapaxes(0, 1), v.swapaxes(0, 1)

@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.blocks import load, padded, span, store
+from pallas_kernels.checks import check_power
 from pallas_kernels.splitting import dot, split
 
 
@@ -48,9 +49,7 @@ class Config:
     def __post_init__(self):
         # Fewer elements than threads would be read and written by several threads, which race.
         for name, least in (("block_k", 16), ("block_v", 16), ("num_warps", 1)):
-            size = getattr(self, name)
-            if size < least or size & (size - 1):
-                raise ValueError(f"{name} must be a power of two >= {least}, got {size}")
+            check_power(name, getattr(self, name), least)
         if self.layers < 1 or self.num_warps > 8:
             raise ValueError(f"layers must be at least 1 and num_warps at most 8, got {self}")
 

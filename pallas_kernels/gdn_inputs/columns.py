@@ -27,15 +27,3 @@ class Columns:
 def take(array: jax.Array, start: int, size: int) -> jax.Array:
     """Returns `size` columns from `start` on."""
     return jax.lax.slice_in_dim(array, start, start + size, axis=1)
-
-
-def check_part(name: str, array: jax.Array, shape: tuple[int, int], start: int) -> None:
-    """Raises ValueError unless `array` holds rows of this shape from column `start` on."""
-    rows, size = shape
-    if start < 0:
-        raise ValueError(f"the first column of {name} must not be negative, got {start}")
-    if array.ndim != 2 or array.shape[0] != rows or array.shape[1] < start + size:
-        raise ValueError(
-            f"{name} must be [{rows}, {start + size} or more] to hold {size} columns from "
-            f"{start} on, got {array.shape}"
-        )

@@ -3,10 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.checks import check_array
+from pallas_kernels.checks import check_array, check_part
 from pallas_kernels.choice import Implementation, choose, interpreted
 from pallas_kernels.gdn_inputs import pallas_output, xla
-from pallas_kernels.gdn_inputs.columns import check_part
 
 
 def gdn_output(

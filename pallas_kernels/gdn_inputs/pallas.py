@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.blocks import load, span, store
+from pallas_kernels.checks import check_power
 from pallas_kernels.gdn_inputs.columns import Columns
 from pallas_kernels.gdn_inputs.scales import unit_scale
 
@@ -27,9 +28,7 @@ class Config:
 
     def __post_init__(self):
         for name in ("block_n", "num_warps"):
-            size = getattr(self, name)
-            if size < 1 or size & (size - 1):
-                raise ValueError(f"{name} must be a power of two, got {size}")
+            check_power(name, getattr(self, name))
 
 
 def default_config(rows: int) -> Config:

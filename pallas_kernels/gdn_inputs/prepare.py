@@ -5,10 +5,10 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.checks import check_array
+from pallas_kernels.checks import check_array, check_part
 from pallas_kernels.choice import Implementation, choose, interpreted
 from pallas_kernels.gdn_inputs import pallas, reference, xla
-from pallas_kernels.gdn_inputs.columns import Columns, check_part
+from pallas_kernels.gdn_inputs.columns import Columns
 
 
 class GDNInputs(typing.NamedTuple):

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.blocks import MIN_BLOCK, load, padded, span, store
+from pallas_kernels.checks import check_power
 from pallas_kernels.gdn_tree.scales import FORGET, given
 from pallas_kernels.gdn_tree.topology import TreeTopology
 from pallas_kernels.splitting import Split, dot, split
@@ -44,8 +45,7 @@ class Config:
     prepare_warps: int = 0
 
     def __post_init__(self):
-        if self.block_v < MIN_BLOCK or self.block_v & (self.block_v - 1):
-            raise ValueError(f"block_v must be a power of two >= {MIN_BLOCK}, got {self.block_v}")
+        check_power("block_v", self.block_v, MIN_BLOCK)
 
 
 class Tree(typing.NamedTuple):

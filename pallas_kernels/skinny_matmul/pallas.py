@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.blocks import MIN_BLOCK, load, padded, span, store
+from pallas_kernels.checks import check_power
 
 MOST_ROWS = 144  # more would spill their sums from the registers
 FASTEST_ROWS = 80  # with a third tile XLA's products are faster
@@ -43,11 +44,8 @@ class Config:
     num_stages: int = 5
 
     def __post_init__(self):
-        for name in ("block_n", "block_k", "num_warps"):
-            size = getattr(self, name)
-            least = 1 if name == "num_warps" else MIN_BLOCK
-            if size < least or size & (size - 1):
-                raise ValueError(f"{name} must be a power of two >= {least}, got {size}")
+        for name, least in (("block_n", MIN_BLOCK), ("block_k", MIN_BLOCK), ("num_warps", 1)):
+            check_power(name, getattr(self, name), least)
         if self.splits < 1 or self.num_stages < 1:
             raise ValueError(f"splits and num_stages must be at least 1, got {self}")
 

@@ -30,6 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.checks import check_power
 from pallas_kernels.top_k.keys import ABSENT, minus_infinity, stored_dtype, to_keys, to_values
 
 MAX_K = 1024
@@ -71,9 +72,7 @@ class Config:
     def __post_init__(self):
         if self.group not in (8, 16, 32):
             raise ValueError(f"group must be 8, 16 or 32, got {self.group}")
-        least = _PIECES * self.group
-        if self.chunk < least or self.chunk & (self.chunk - 1):
-            raise ValueError(f"chunk must be a power of two >= {least}, got {self.chunk}")
+        check_power("chunk", self.chunk, _PIECES * self.group)
         if self.wide % self.block:
             raise ValueError(f"wide must be a multiple of block, got {self.wide} and {self.block}")
         if self.launches not in (1, 2):

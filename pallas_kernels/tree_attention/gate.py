@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.checks import check_array
+from pallas_kernels.heads import cut_heads
 
 
 @jax.tree_util.register_dataclass
@@ -28,9 +29,7 @@ class Gate:
 
     def factors(self, heads: int, size: int) -> jax.Array:
         """Returns what multiplies the outputs, float32 [N, heads, size]."""
-        end = self.first + heads * self.step
-        wide = jnp.pad(self.logits, ((0, 0), (0, max(0, end - self.logits.shape[1]))))
-        rows = wide[:, self.first : end].reshape(-1, heads, self.step)[:, :, :size]
+        rows = cut_heads(self.logits, self.first, heads, self.step, size)
         return jax.nn.sigmoid(rows.astype(jnp.float32))
 
 

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.blocks import MIN_BLOCK, padded, span
+from pallas_kernels.checks import check_power
 from pallas_kernels.splitting import dot, split
 from pallas_kernels.tree_attention.gate import Gate
 
@@ -54,9 +55,8 @@ class Config:
 
     def __post_init__(self):
         for name in ("block_q", "block_k", "block_d", "tail_q"):
-            size = getattr(self, name)
-            if (size < MIN_BLOCK or size & (size - 1)) and (name, size) != ("tail_q", 0):
-                raise ValueError(f"{name} must be a power of two >= {MIN_BLOCK}, got {size}")
+            if (name, getattr(self, name)) != ("tail_q", 0):
+                check_power(name, getattr(self, name), MIN_BLOCK)
 
 
 def default_config(rows: int, size: int, dtype: jnp.dtype) -> Config:
