@@ -18,14 +18,13 @@ import numpy as np
 
 from experiments.bootstrap import draws, interval
 from tfm_jax.config import TreeConfig
-from tfm_jax.decoding.ddtree import ddtree
 from tfm_jax.decoding.draft import Draft
-from tfm_jax.decoding.grow import chain, grow, slots, weaver_scorer
+from tfm_jax.decoding.round import grow_tree
 from tfm_jax.decoding.sampling import hide_padding, position_noise
 from tfm_jax.decoding.state import Request, Trio
 from tfm_jax.models.layers import project
 from tfm_jax.training.dflash import draft_blocks
-from tfm_jax.tree import ROOT, Tree
+from tfm_jax.tree import ROOT
 
 TOGETHER = 64  # trees that grow side by side
 
@@ -133,9 +132,12 @@ def accepted_lengths(
       depth: deepest node, the drafter's own if None; Weaver sees all drafter states even so.
     """
     limit = trio.depth if depth is None else depth
+    trio = dataclasses.replace(trio, growth=None)  # its kernels are made for one tree at a time
 
     def one(start: Starts) -> jax.Array:
-        tree = _propose(trio, start, method, shape, limit)
+        pools = {name: getattr(start.draft, name)[:limit] for name in ("ids", "logits", "noise")}
+        drafted = dataclasses.replace(start.draft, **pools)
+        tree = grow_tree(trio, start.root, drafted, start.state, method, shape)
         above = jnp.maximum(tree.parent, ROOT)
         right = tree.valid & (tree.token == start.ahead[tree.depth[above]])
         right = right.at[ROOT].set(True)
@@ -150,18 +152,6 @@ def accepted_lengths(
         return on.sum(dtype=jnp.int32)
 
     return jax.lax.map(one, starts, batch_size=min(TOGETHER, starts.root.size))
-
-
-def _propose(trio: Trio, start: Starts, method: str, shape: TreeConfig, limit: int) -> Tree:
-    """The tree that `decoding.round.propose` grows from one anchor."""
-    drafted = start.draft
-    ids = drafted.ids[:limit]
-    if method == "dflash":
-        return chain(start.root, ids, drafted.marginals[:limit], shape.budget)
-    if method == "ddtree":
-        return ddtree(start.root, ids, drafted.marginals[:limit], shape.budget)
-    scorer, memory = weaver_scorer(trio, drafted, start.state, slots(shape))
-    return grow(start.root, ids, scorer, memory, shape)
 
 
 def walk(lengths: np.ndarray) -> list[int]:

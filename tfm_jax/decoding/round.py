@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+import jax
+
 from tfm_jax.config import TreeConfig
 from tfm_jax.decoding.accept import Acceptance, accept
 from tfm_jax.decoding.commit import commit
 from tfm_jax.decoding.ddtree import ddtree
-from tfm_jax.decoding.draft import draft
+from tfm_jax.decoding.draft import Draft, draft
 from tfm_jax.decoding.grow import (
     chain,
     grow,
@@ -43,13 +45,34 @@ def propose(
     if method == "ar":
         return plant(anchor, 1)
     drafted = draft(trio, state, request, shape.pool)
+    return grow_tree(trio, anchor, drafted, state.hidden, method, shape)
+
+
+def grow_tree(
+    trio: Trio,
+    anchor: jax.Array,
+    drafted: Draft,
+    hidden: jax.Array,
+    method: str,
+    shape: TreeConfig,
+) -> Tree:
+    """The method's tree over drafted pools, as deep as these.
+
+    Args:
+      trio: its Weaver grows the trees of "tfm".
+      anchor: int32 scalar, the root's token.
+      drafted: pools and drafter states.
+      hidden: [H] verifier's final-norm state that predicted the anchor.
+      method: "dflash", "ddtree" or "tfm".
+      shape: of the tree.
+    """
     if method == "dflash":
         return chain(anchor, drafted.ids, drafted.marginals, shape.budget)
     if method == "ddtree":
         return ddtree(anchor, drafted.ids, drafted.marginals, shape.budget)
     if trio.growth is not None:
-        return grow_fused(anchor, trio, drafted, state.hidden, shape)
-    scorer, memory = weaver_scorer(trio, drafted, state.hidden, slots(shape))
+        return grow_fused(anchor, trio, drafted, hidden, shape)
+    scorer, memory = weaver_scorer(trio, drafted, hidden, slots(shape))
     return grow(anchor, drafted.ids, scorer, memory, shape)
 
 
