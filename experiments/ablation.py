@@ -10,12 +10,10 @@ it says nothing about the context at hand, while its size stays what Weaver was 
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import dataclasses
 import functools
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +25,7 @@ import numpy as np
 
 import tfm_jax
 from experiments.acceptance import DOMAINS, common_setting, load_prompts
+from experiments.progress import log
 from experiments.replay import (
     States,
     accepted_lengths,
@@ -37,10 +36,10 @@ from experiments.replay import (
     walk,
 )
 from experiments.store import store
-from experiments.texts import Text, write_texts
+from experiments.texts import Text, text_parser, write_texts
 from tfm_jax.config import Sampling, TreeConfig
 from tfm_jax.decoding.state import Request, Trio, make_request
-from tfm_jax.model import Model
+from tfm_jax.model import POCKET, Model
 
 RESULT = Path(__file__).parent / "results" / "ablation.json"
 BASE = TreeConfig(budget=64, expand=4)
@@ -162,6 +161,7 @@ def measure(
     new_tokens: int = 128,
     longest_prompt: int = 256,
     domains: Sequence[str] = DOMAINS,
+    name: str = POCKET,
 ) -> dict[str, Any]:
     """Returns `{"setting", "rows"}`: mean accepted length of every setting.
 
@@ -173,6 +173,7 @@ def measure(
       new_tokens: that each text goes on for.
       longest_prompt: prompts are cut to so many tokens, at least 2.
       domains: of the prompts.
+      name: what the result calls the model.
 
     Raises:
       ValueError: a number that is too small, before any compute.
@@ -185,20 +186,20 @@ def measure(
     for name, (given, smallest) in least.items():
         if given < smallest:
             raise ValueError(f"{name} must be at least {smallest}, got {given}")
-    common = common_setting(model)
+    common = common_setting(model, name)
     settings = variants() if settings is None else list(settings)
     trio = model.trio
     prompts = {d: load_prompts(model, d, count, longest_prompt) for d in domains}
     begin = time.monotonic()
     samples = {t: make_samples(model, prompts, t, new_tokens) for t in temperatures}
     every = [sample for found in samples.values() for sample in found]
-    log(f"{len(every)} texts", begin)
+    log(f"ablation: {len(every)} texts", begin)
     means = States(
         verifier=jnp.mean(jnp.stack([s.states.verifier.mean(0) for s in every]), axis=0),
         drafter=jnp.mean(jnp.stack([s.states.drafter.mean(0) for s in every]), axis=0),
     )
     programs = compile_programs(trio, settings, every[0])
-    log(f"{len(programs)} programs compiled", begin)
+    log(f"ablation: {len(programs)} programs compiled", begin)
     rows = []
     for temperature, found in samples.items():
         base = None
@@ -212,7 +213,7 @@ def measure(
             base = measured if base is None else base
             rows.append(_row(setting, temperature, trio.depth) | summarise(measured, base))
             shown = f"{describe(setting)}: {rows[-1]['mean_accepted_length']:.3f}"
-            log(f"T = {temperature:g} {shown}", begin)
+            log(f"ablation: T = {temperature:g} {shown}", begin)
     return {
         "setting": {
             **common,
@@ -317,21 +318,14 @@ def _row(setting: Variant, temperature: float, depth: int) -> dict[str, Any]:
     }
 
 
-def log(line: str, begin: float) -> None:
-    print(f"ablation: {line}, {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
-
-
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Accepted length, one part changed at a time.")
-    parser.add_argument("--model", default="pocket")
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--count", type=int, default=24, help="prompts a domain")
+    parser = text_parser(
+        "Accepted length, one part changed at a time.",
+        temperatures=(0.0, 1.0),
+        count=24,
+        out=RESULT,
+    )
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--longest-prompt", type=int, default=256, help="in tokens")
-    parser.add_argument("--domains", nargs="+", choices=DOMAINS, default=list(DOMAINS))
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--out", type=Path, default=RESULT, help="file to write")
-    parser.add_argument("--json", action="store_true", help="print the result instead of a table")
     options = parser.parse_args(arguments)
     result = measure(
         tfm_jax.load(options.model, dtype=options.dtype),
@@ -340,8 +334,8 @@ def main(arguments: list[str] | None = None) -> None:
         new_tokens=options.new_tokens,
         longest_prompt=options.longest_prompt,
         domains=options.domains,
+        name=options.model,
     )
-    result["setting"]["model"] = options.model
     store(options.out, result)
     if options.json:
         print(json.dumps(result))

@@ -53,6 +53,7 @@ def measure(
     new_tokens: int = 128,
     longest_prompt: int = 256,
     domains: Iterable[str] = DOMAINS,
+    name: str = POCKET,
 ) -> dict[str, Any]:
     """Decodes every prompt in every setting; returns `{"setting", "rows"}`.
 
@@ -60,7 +61,7 @@ def measure(
     sampled with seed i. A row's `identical` says whether all its texts equal those of plain
     decoding; `tokens_per_second` is single stream.
     """
-    common = common_setting(model)
+    common = common_setting(model, name)
     prompts = {domain: load_prompts(model, domain, count, longest_prompt) for domain in domains}
     rows = []
     # The plain text depends on neither the method nor the shared noise.
@@ -133,10 +134,10 @@ def summarise(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def common_setting(model: Model) -> dict[str, str]:
-    """What every figure depends on, the embedded trio's; taken before a run, not after it."""
+def common_setting(model: Model, name: str = POCKET) -> dict[str, str]:
+    """What every figure depends on, the model by its name; taken before a run, not after it."""
     return {
-        "model": POCKET,
+        "model": name,
         "dtype": str(np.dtype(model.trio.verifier.dtype)),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
@@ -159,8 +160,7 @@ def main(
 ) -> None:
     """Measures acceptance and writes it to `out`."""
     loaded = tfm_jax.load(model, dtype=dtype)
-    result = measure(loaded, budgets=budgets, count=count, new_tokens=new_tokens)
-    result["setting"]["model"] = model
+    result = measure(loaded, budgets=budgets, count=count, new_tokens=new_tokens, name=model)
     result["macro"] = summarise(result["rows"])
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n")

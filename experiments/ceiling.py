@@ -11,10 +11,8 @@ drafts that are blind to the path can reach (`experiments.oracle`). Writes `ceil
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,15 +26,16 @@ import tfm_jax
 from experiments.acceptance import DOMAINS, common_setting, load_prompts
 from experiments.bootstrap import draws, interval
 from experiments.oracle import best_oracle, marginal_oracle
-from experiments.store import store
-from experiments.texts import write_texts
+from experiments.progress import log
+from experiments.store import rounded, store
+from experiments.texts import text_parser, write_texts
 from tfm_jax.config import Sampling
 from tfm_jax.decoding.draft import draft
 from tfm_jax.decoding.generate import bucket
 from tfm_jax.decoding.prefill import prefill
 from tfm_jax.decoding.sampling import hide_padding
 from tfm_jax.decoding.state import DecodeState, Request, Trio, make_request
-from tfm_jax.model import Model
+from tfm_jax.model import POCKET, Model
 from tfm_jax.models.weaver import pool_logits
 from tfm_jax.training.continuations import next_token
 from tfm_jax.training.losses import pool_log_probs, pool_terms
@@ -161,6 +160,7 @@ def measure(
     stride: int = 24,
     longest_prompt: int = 256,
     domains: Sequence[str] = DOMAINS,
+    name: str = POCKET,
 ) -> dict[str, Any]:
     """Returns `{"setting", "rows", "samples"}`; rows hold acceptance probabilities by depth.
 
@@ -173,6 +173,7 @@ def measure(
       anchors, stride: contexts of a prompt, ending so many tokens of the verifier apart.
       longest_prompt: prompts are cut to so many tokens.
       domains: of the prompts.
+      name: what the result calls the model.
 
     Raises:
       ValueError: a temperature or a number of samples that is not one of those.
@@ -184,7 +185,7 @@ def measure(
         raise ValueError(f"samples must be {FEWEST} times a power of two, got {samples}")
     if min(count, anchors, stride) < 1:
         raise ValueError(f"count, anchors, stride must be positive: {count, anchors, stride}")
-    common = common_setting(model)
+    common = common_setting(model, name)
     trio = dataclasses.replace(model.trio, growth=None)
     longest = longest_prompt + stride * (anchors - 1)
     capacity = bucket(longest, longest + trio.depth, trio.depth)
@@ -215,7 +216,10 @@ def measure(
                 drafts[domain].append(mean[0])
                 oracles[domain].append(mean[1])
                 if text is texts[-1] or time.monotonic() - said > QUIET:
-                    log(f"T = {temperature:g}: {domain} {text.seed + 1}/{len(texts)}", begin)
+                    log(
+                        f"ceiling: T = {temperature:g}: {domain} {text.seed + 1}/{len(texts)}",
+                        begin,
+                    )
                     said = time.monotonic()
         rows += summarise(temperature, _joined(drafts, oracles))
         by_samples += _by_samples(temperature, oracles)
@@ -278,8 +282,8 @@ def summarise(temperature: float, measured: Measured) -> list[dict[str, Any]]:
                 "temperature": temperature,
                 "domain": label,
                 "depth": d + 1,
-                "acceptance": {n: _rounded(mean[i, d]) for i, n in enumerate(names)},
-                "ci95": {n: _rounded(spread[:, i, d]) for i, n in enumerate(names)},
+                "acceptance": {n: rounded(mean[i, d]) for i, n in enumerate(names)},
+                "ci95": {n: rounded(spread[:, i, d]) for i, n in enumerate(names)},
             }
             if label == MACRO and "oracle" in names:
                 row["weaver_above"] = {
@@ -294,7 +298,7 @@ def _gain(
 ) -> dict[str, float | list[float]]:
     a, b = names.index("weaver"), names.index(other)
     spread = interval(resampled[:, a] - resampled[:, b])
-    return {"mean": _rounded(mean[a] - mean[b]), "ci95": _rounded(spread)}
+    return {"mean": rounded(mean[a] - mean[b]), "ci95": rounded(spread)}
 
 
 def _by_samples(
@@ -306,17 +310,9 @@ def _by_samples(
         row: dict[str, Any] = {"temperature": temperature, "samples": n}
         for name in ORACLES:
             by_domain = [np.mean([p[n][name] for p in found], axis=0) for found in oracles.values()]
-            row[name] = _rounded(np.mean(by_domain, axis=0))
+            row[name] = rounded(np.mean(by_domain, axis=0))
         rows.append(row)
     return rows
-
-
-def _rounded(x: np.ndarray) -> Any:
-    return np.round(np.asarray(x, np.float64), 4).tolist()
-
-
-def log(line: str, begin: float) -> None:
-    print(f"ceiling: {line}, {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
 
 
 def show(result: dict[str, Any]) -> None:
@@ -328,17 +324,11 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Acceptance by depth, and its ceiling.")
-    parser.add_argument("--model", default="pocket")
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0])
-    parser.add_argument("--count", type=int, default=20, help="prompts a domain")
+    parser = text_parser(
+        "Acceptance by depth, and its ceiling.", temperatures=(1.0,), count=20, out=RESULT
+    )
     parser.add_argument("--samples", type=int, default=128, help="continuations an anchor")
     parser.add_argument("--anchors", type=int, default=4, help="contexts a prompt")
-    parser.add_argument("--longest-prompt", type=int, default=256, help="in tokens")
-    parser.add_argument("--domains", nargs="+", choices=DOMAINS, default=list(DOMAINS))
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--out", type=Path, default=RESULT, help="file to write")
-    parser.add_argument("--json", action="store_true", help="print the result instead of a table")
     options = parser.parse_args(arguments)
     result = measure(
         tfm_jax.load(options.model, dtype=options.dtype),
@@ -348,8 +338,8 @@ def main(arguments: list[str] | None = None) -> None:
         anchors=options.anchors,
         longest_prompt=options.longest_prompt,
         domains=options.domains,
+        name=options.model,
     )
-    result["setting"]["model"] = options.model
     store(options.out, result)
     if options.json:
         print(json.dumps(result))

@@ -27,8 +27,8 @@ from experiments.acceptance import DOMAINS, load_prompts
 from experiments.checkout import commit_id
 from experiments.embedding import embed
 from experiments.embedding_check import largest_differences
-from experiments.kernels import log
 from experiments.loops import compile_loop
+from experiments.progress import log
 from experiments.store import store
 from tfm_jax.checkpoints import StoredTrio, read_trio
 from tfm_jax.config import Sampling, TreeConfig

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.checkout import commit_id
+from experiments.progress import log
 from experiments.timings.case import Candidate, Case
 from pallas_kernels.benchmark import Chain, Timing, compile_chain
 
@@ -157,10 +158,6 @@ def urgent(case: Case, candidate: Candidate) -> int:
     if candidate is NOTHING or candidate is case.candidates[0]:
         return 0
     return 2 if candidate.kind == "pallas" else 1
-
-
-def log(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def load(op: str):

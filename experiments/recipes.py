@@ -34,6 +34,7 @@ from flax import nnx
 import tfm_jax
 from experiments.acceptance import DOMAINS, common_setting, load_prompts
 from experiments.loops import compile_loop
+from experiments.progress import log
 from experiments.replay import (
     Starts,
     accepted_lengths,
@@ -156,7 +157,7 @@ class Clock:
 
     def say(self, line: str) -> None:
         """Tells how far the work is."""
-        print(f"recipes: {self.now:6.1f} s  {line}", file=sys.stderr, flush=True)
+        log(f"recipes: {self.now:6.1f} s  {line}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -518,9 +519,8 @@ def empty_result(plan: Plan, model: str, corpus: Path, loaded: Model) -> dict[st
     """The result before any part has run: the whole setting, and no rows."""
     return {
         "setting": {
-            **common_setting(loaded),
+            **common_setting(loaded, model),
             **dataclasses.asdict(plan),
-            "model": model,
             "corpus": corpus.name,
             "methods": {name: dataclasses.asdict(shape) for name, shape in METHODS.items()},
             "operations": "xla",

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bootstrap import draws, interval
+from experiments.store import rounded
 from tfm_jax.config import TreeConfig
 from tfm_jax.decoding.draft import Draft
 from tfm_jax.decoding.round import grow_tree
@@ -184,11 +185,11 @@ def summarise(measured: dict[str, np.ndarray], base: dict[str, np.ndarray]) -> d
     reference, reference_drawn = _lengths(base)
     ratio = drawn.mean(axis=0) / reference_drawn.mean(axis=0)
     return {
-        "mean_accepted_length": _rounded(own.mean()),
-        "ci95": _rounded(interval(drawn.mean(axis=0))),
-        "to_base": _rounded(own.mean() / reference.mean()),
-        "to_base_ci95": _rounded(interval(ratio)),
-        "by_domain": dict(zip(measured, _rounded(own), strict=True)),
+        "mean_accepted_length": rounded(own.mean()),
+        "ci95": rounded(interval(drawn.mean(axis=0))),
+        "to_base": rounded(own.mean() / reference.mean()),
+        "to_base_ci95": rounded(interval(ratio)),
+        "by_domain": dict(zip(measured, rounded(own), strict=True)),
     }
 
 
@@ -201,7 +202,3 @@ def _lengths(measured: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         for stack, chosen in zip(stacks, draws([len(s) for s in stacks]), strict=True)
     ]
     return np.asarray(means), np.asarray([s[:, 0] / s[:, 1] for s in sums])
-
-
-def _rounded(x: np.ndarray | np.floating) -> Any:
-    return np.round(np.asarray(x, np.float64), 4).tolist()

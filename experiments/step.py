@@ -30,9 +30,10 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.checkout import commit_id
-from experiments.kernels import log, matrix_rate, read_rate
+from experiments.kernels import matrix_rate, read_rate
 from experiments.loops import compile_loop
 from experiments.profiles import busy, by_name, waiting
+from experiments.progress import log
 from experiments.store import store
 from pallas_kernels.benchmark import Chain, compile_chain
 from tfm_jax.config import Sampling, TreeConfig
@@ -60,7 +61,6 @@ REPEATS = 5
 LONGEST = 60  # kernels named in the report
 HOST_GAP = 10_000  # nanoseconds; from one kernel of a graph to the next it takes 1000 to 2000
 METHODS = ("ar", "dflash", "ddtree", "tfm")
-PHASES = ("draft", "grow", "verify", "accept+commit")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -449,8 +449,8 @@ def on_gpu() -> bool:
 def show(report: dict[str, Any], lengths: list[float]) -> None:
     """Prints the rounds, and what accepted lengths make of them."""
     console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
-    timed = {part for row in report["rounds"] for part in row.get("phases_ms", {})}
-    parts = [part for part in PHASES if part in timed]
+    # The method with the most phases has all of them, in order.
+    parts = max((list(row.get("phases_ms", {})) for row in report["rounds"]), key=len)
     table = Table("method", "B", "context", "round, ms", "x plain", *parts, title="A round")
     for row in report["rounds"]:
         phases = row.get("phases_ms", {})

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 
 def store(path: Path, result: dict[str, Any]) -> None:
     """Writes `result`; entries that are lists of rows get a line for each row."""
@@ -20,3 +22,8 @@ def store(path: Path, result: dict[str, Any]) -> None:
     partial = path.with_name(f".{path.name}-{os.getpid()}")
     partial.write_text("{\n" + ",\n".join(parts) + "\n}\n", "utf-8")
     partial.replace(path)
+
+
+def rounded(x: np.ndarray | np.floating) -> Any:
+    """A figure or an array of them as it is stored: a number or lists, to four places."""
+    return np.round(np.asarray(x, np.float64), 4).tolist()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
 
+from experiments.acceptance import DOMAINS
 from tfm_jax.config import Sampling
-from tfm_jax.model import Model
+from tfm_jax.model import POCKET, Model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,3 +45,19 @@ def write_texts(
         )
         texts.append(Text(tokens=[*prompt, *run.tokens], prompt=len(prompt), seed=seed))
     return texts
+
+
+def text_parser(
+    description: str, *, temperatures: Sequence[float], count: int, out: Path
+) -> argparse.ArgumentParser:
+    """Options of an experiment along such texts, with these defaults."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--model", default=POCKET, help="the embedded trio, or a directory")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=list(temperatures))
+    parser.add_argument("--count", type=int, default=count, help="prompts a domain")
+    parser.add_argument("--longest-prompt", type=int, default=256, help="in tokens")
+    parser.add_argument("--domains", nargs="+", choices=DOMAINS, default=list(DOMAINS))
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--out", type=Path, default=out, help="file to write")
+    parser.add_argument("--json", action="store_true", help="print the result instead of a table")
+    return parser
