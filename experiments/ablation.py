@@ -37,6 +37,7 @@ from experiments.replay import (
 )
 from experiments.store import store
 from experiments.texts import Text, text_parser, write_texts
+from pallas_kernels.choice import automatic
 from tfm_jax.config import Sampling, TreeConfig
 from tfm_jax.decoding.state import Request, Trio, make_request
 from tfm_jax.model import POCKET, Model
@@ -183,9 +184,9 @@ def measure(
         "new_tokens": (new_tokens, 1),
         "longest_prompt": (longest_prompt, 2),
     }
-    for name, (given, smallest) in least.items():
+    for option, (given, smallest) in least.items():
         if given < smallest:
-            raise ValueError(f"{name} must be at least {smallest}, got {given}")
+            raise ValueError(f"{option} must be at least {smallest}, got {given}")
     common = common_setting(model, name)
     settings = variants() if settings is None else list(settings)
     trio = model.trio
@@ -327,15 +328,16 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--new-tokens", type=int, default=128)
     options = parser.parse_args(arguments)
-    result = measure(
-        tfm_jax.load(options.model, dtype=options.dtype),
-        temperatures=options.temperatures,
-        count=options.count,
-        new_tokens=options.new_tokens,
-        longest_prompt=options.longest_prompt,
-        domains=options.domains,
-        name=options.model,
-    )
+    with automatic("xla"):  # many trees at once: the kernels are made for a single one
+        result = measure(
+            tfm_jax.load(options.model, dtype=options.dtype),
+            temperatures=options.temperatures,
+            count=options.count,
+            new_tokens=options.new_tokens,
+            longest_prompt=options.longest_prompt,
+            domains=options.domains,
+            name=options.model,
+        )
     store(options.out, result)
     if options.json:
         print(json.dumps(result))

@@ -29,6 +29,7 @@ from experiments.oracle import best_oracle, marginal_oracle
 from experiments.progress import log
 from experiments.store import rounded, store
 from experiments.texts import text_parser, write_texts
+from pallas_kernels.choice import automatic
 from tfm_jax.config import Sampling
 from tfm_jax.decoding.draft import draft
 from tfm_jax.decoding.generate import bucket
@@ -330,16 +331,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=128, help="continuations an anchor")
     parser.add_argument("--anchors", type=int, default=4, help="contexts a prompt")
     options = parser.parse_args(arguments)
-    result = measure(
-        tfm_jax.load(options.model, dtype=options.dtype),
-        temperatures=options.temperatures,
-        count=options.count,
-        samples=options.samples,
-        anchors=options.anchors,
-        longest_prompt=options.longest_prompt,
-        domains=options.domains,
-        name=options.model,
-    )
+    with automatic("xla"):  # many continuations at once: the kernels are made for a single one
+        result = measure(
+            tfm_jax.load(options.model, dtype=options.dtype),
+            temperatures=options.temperatures,
+            count=options.count,
+            samples=options.samples,
+            anchors=options.anchors,
+            longest_prompt=options.longest_prompt,
+            domains=options.domains,
+            name=options.model,
+        )
     store(options.out, result)
     if options.json:
         print(json.dumps(result))

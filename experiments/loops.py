@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 
 from tfm_jax.config import Sampling, TreeConfig
-from tfm_jax.decoding.generate import rounds_limit, run_rounds
+from tfm_jax.decoding.generate import device_loop, rounds_limit
 from tfm_jax.decoding.state import Trio, empty_state, make_request
 
 
@@ -19,8 +19,10 @@ def compile_loop(trio: Trio, method: str, shape: TreeConfig, capacity: int) -> C
       method, shape: of the rounds.
       capacity: rows of every cache.
     """
-    loop = jax.jit(run_rounds, static_argnames=("method", "shape"), donate_argnames="state")
     state = jax.eval_shape(lambda: empty_state(trio, capacity))
     request = make_request(Sampling(), end_tokens=(), vocab_limit=1, total=1)  # data, any will do
-    lowered = loop.lower(trio, state, request, rounds_limit(), method=method, shape=shape)
-    return lowered.compile()
+    return (
+        device_loop()
+        .lower(trio, state, request, rounds_limit(), method=method, shape=shape)
+        .compile()
+    )

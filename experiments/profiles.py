@@ -1,6 +1,6 @@
 """What a profile of the device says: how much of the time it works, and on what."""
 
-import collections
+import dataclasses
 import pathlib
 
 import jax
@@ -20,18 +20,9 @@ def kernels(folder: str | pathlib.Path) -> list[tuple[float, float, str]]:
 
 
 def busy(folder: str | pathlib.Path) -> tuple[float, int]:
-    """The share of the time between first and last kernel in which any runs, and their count."""
+    """Nanoseconds in which any kernel or copy runs, and how many there are."""
     events, gaps = _gaps(folder)
-    return 1 - sum(gaps) / _length(events), len(events)
-
-
-def waiting(folder: str | pathlib.Path, least: float) -> float:
-    """The share of that time in gaps of `least` nanoseconds or more: the device waits for a host.
-
-    A profiler lengthens such gaps, so the share is an upper bound.
-    """
-    events, gaps = _gaps(folder)
-    return sum(gap for gap in gaps if gap >= least) / _length(events)
+    return _length(events) - sum(gaps), len(events)
 
 
 def _gaps(folder: str | pathlib.Path) -> tuple[list[tuple[float, float, str]], list[float]]:
@@ -50,11 +41,22 @@ def _length(events: list[tuple[float, float, str]]) -> float:
     return max(end for _, end, _ in events) - events[0][0]
 
 
-def by_name(folder: str | pathlib.Path) -> list[tuple[str, float, int]]:
-    """(name, microseconds, count) of every kind of kernel, longest first."""
-    total: dict[str, float] = collections.defaultdict(float)
-    count: collections.Counter[str] = collections.Counter()
-    for start, end, name in kernels(folder):
-        total[name] += (end - start) / 1e3
-        count[name] += 1
-    return sorted(((n, t, count[n]) for n, t in total.items()), key=lambda x: -x[1])
+@dataclasses.dataclass(kw_only=True)
+class Kind:
+    """All kernels of one name: microseconds that they run, that the device idles before them."""
+
+    name: str
+    us: float = 0.0
+    idle_us: float = 0.0
+    count: int = 0
+
+
+def by_name(folder: str | pathlib.Path) -> list[Kind]:
+    """Every kind of kernel, the longest first."""
+    found: dict[str, Kind] = {}
+    for (start, end, name), gap in zip(*_gaps(folder), strict=True):
+        kind = found.setdefault(name, Kind(name=name))
+        kind.us += (end - start) / 1e3
+        kind.idle_us += gap / 1e3
+        kind.count += 1
+    return sorted(found.values(), key=lambda kind: -kind.us)

@@ -195,9 +195,18 @@ def step_table(result: dict[str, Any]) -> str:
         f"{result['device']}, jax {result['jax']}, commit {result['commit']}. Plain decoding takes "
         f"{share:.2f} times the floor of {result['floor_ms']:.2f} ms (weights, state, keys and "
         f"values at the {result['read_bandwidth_gbs'] / 1e3:.2f} TB/s measured in the same run); "
-        f"{prefill}. A speed-up is the accepted length over the fifth column.{note}",
+        f"{prefill}. A speed-up is the accepted length over the fifth column.{_idle(result)}{note}",
     ]
     return "\n".join(lines)
+
+
+def _idle(result: dict[str, Any]) -> str:
+    """The shares of profiled rounds in which no kernel runs."""
+    rows = [row for row in result["rounds"] if "idle_share" in row]
+    if not rows:
+        return ""
+    shares = ", ".join(f"{row['idle_share']:.1%} of `{row['method']}`" for row in rows)
+    return f" No kernel runs in {shares} (of a round at the first context, gaps between launches)."
 
 
 SHOWN_DEPTHS = (1, 2, 3, 4, 6, 8, 11, 15)

@@ -32,7 +32,7 @@ from rich.table import Table
 from experiments.checkout import commit_id
 from experiments.kernels import matrix_rate, read_rate
 from experiments.loops import compile_loop
-from experiments.profiles import busy, by_name, waiting
+from experiments.profiles import busy, by_name
 from experiments.progress import log
 from experiments.store import store
 from pallas_kernels.benchmark import Chain, compile_chain
@@ -59,7 +59,6 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 ROUNDS = 24
 REPEATS = 5
 LONGEST = 60  # kernels named in the report
-HOST_GAP = 10_000  # nanoseconds; from one kernel of a graph to the next it takes 1000 to 2000
 METHODS = ("ar", "dflash", "ddtree", "tfm")
 
 
@@ -209,8 +208,12 @@ def time_rounds(bench: Bench, program: Program) -> dict[str, Any]:
     }
 
 
-def profile_rounds(bench: Bench, program: Program) -> dict[str, Any]:
-    """How much of a run's time the device is busy, kernels a round, and the longest of them."""
+def profile_rounds(bench: Bench, program: Program, round_ms: float) -> dict[str, Any]:
+    """Milliseconds of a round in which a kernel runs, kernels a round, the longest of them.
+
+    `idle_share` is what is left of `round_ms`, a round without a profiler, which makes the host
+    slower: the way from one kernel to the next and all that the device waits for the host.
+    """
     setting = program.setting
     trio, request = bench.networks(setting), bench.request(setting)
     state = program.compiled(trio, bench.state(setting), request, jnp.int32(2))
@@ -218,16 +221,17 @@ def profile_rounds(bench: Bench, program: Program) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(program.compiled(trio, state, request, jnp.int32(2 + ROUNDS)))
-        share, kernels = busy(folder)
-        waits = waiting(folder, HOST_GAP)
+        nanoseconds, kernels = busy(folder)
         longest = by_name(folder)[:LONGEST]
+    kernels_ms = nanoseconds / ROUNDS / 1e6
     return {
-        "device_busy_share": round(share, 4),
-        "host_gap_share": round(waits, 4),
+        "kernels_ms": round(kernels_ms, 3),
+        "idle_share": round(1 - kernels_ms / round_ms, 4),
         "kernels_a_round": round(kernels / ROUNDS, 1),
         "longest_kernels": [
-            {"name": name[:80], "us": round(us / ROUNDS, 1), "count": round(count / ROUNDS, 1)}
-            for name, us, count in longest
+            {"name": kind.name[:80]}
+            | {n: round(getattr(kind, n) / ROUNDS, 1) for n in ("us", "idle_us", "count")}
+            for kind in longest
         ],
     }
 
@@ -428,7 +432,8 @@ def measure(
         "timed": on_gpu(),
     }
     yield report
-    add_phases([row for row in rounds if row["context"] == contexts[0]], first, chains)
+    if phased:
+        add_phases([row for row in rounds if row["context"] == contexts[0]], first, chains)
     chains.clear()
     gc.collect()
     yield report
@@ -437,7 +442,7 @@ def measure(
     for row, program in zip(rounds, programs, strict=True):
         is_typical = row["method"] in ("ar", "dflash") or row["budget"] == typical(budgets)
         if profiled and is_typical and program.setting in first:
-            row |= profile_rounds(bench, program)
+            row |= profile_rounds(bench, program, row["round_ms"])
     report["cached_compile_seconds"] = compile_again(bench, settings[-1])
     yield report
 

@@ -10,7 +10,7 @@ import pytest
 import tfm_jax
 from tests.conftest import worst
 from tfm_jax.config import ConfigError
-from tfm_jax.decoding.generate import decode
+from tfm_jax.decoding.generate import device_loop
 from tfm_jax.decoding.state import Trio
 from tfm_jax.model import Model
 
@@ -68,13 +68,13 @@ def test_a_call_does_not_depend_on_earlier_calls(model):
 
 def test_no_prompt_seed_or_setting_causes_a_new_program(model):
     model.generate(PROMPT, max_new_tokens=3, tree=SHAPE)
-    programs = decode._cache_size()
+    programs = device_loop()._cache_size()
     for prompt, seed, temperature in (([3] * 40, 0, 0.0), ([9], 4, 1.0), (PROMPT, 7, 0.3)):
         sampling = tfm_jax.Sampling(temperature=temperature, seed=seed, top_p=0.9, top_k=seed)
         model.generate(
             prompt, max_new_tokens=2 + seed, tree=SHAPE, sampling=sampling, end_tokens=[seed]
         )
-    assert decode._cache_size() == programs
+    assert device_loop()._cache_size() == programs
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])

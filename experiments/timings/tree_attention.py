@@ -1,5 +1,6 @@
 """Timed cases of `tree_attention`: one layer of Qwen3.6-27B over caches of many lengths."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -76,9 +77,8 @@ def _candidates(spec: specs.Spec, rows: int, visible: jax.Array, sweep: bool) ->
             kind=kind, call=functools.partial(_call, functools.partial(attend, **shared)), note=note
         )
 
-    configs = [pallas.default_config(rows * spec.ratio, spec.size, jnp.dtype(jnp.bfloat16))]
-    if sweep:
-        configs += [config for config in _configs(rows * spec.ratio) if config not in configs]
+    default = pallas.default_config(rows * spec.ratio, spec.size, jnp.dtype(jnp.bfloat16))
+    configs = [default, *(_others(default) if sweep else ())]
     return [
         *(
             candidate(
@@ -146,27 +146,20 @@ def _dense(
     return out.reshape(groups, nodes, ratio, size).swapaxes(0, 1).reshape(q.shape).astype(q.dtype)
 
 
-def _configs(rows: int) -> list[pallas.Config]:
-    config = functools.partial(pallas.Config, block_d=256)
-    if rows <= 16:
-        few = functools.partial(config, block_q=16)
-        return [
-            few(block_k=64, num_stages=3, programs=132),
-            few(block_k=64, num_stages=2, programs=264),
-        ]
-    wide = functools.partial(config, block_q=128, num_warps=8)
-    narrow = functools.partial(config, block_q=64, block_k=32, num_stages=2, programs=264)
+def _others(default: pallas.Config) -> list[pallas.Config]:
+    """What a sweep compares the default with."""
+    change = functools.partial(dataclasses.replace, default)
+    if default.ahead:
+        return [change(ahead=False), change(block_k=32, num_stages=4)]
     return [
-        wide(block_k=64, num_stages=2),
-        wide(block_k=64, num_stages=2, tail_q=16),
-        wide(block_k=32, num_stages=4, tail_q=16),
-        narrow(tail_q=16),
+        change(block_k=64, num_stages=3, programs=132),
+        change(block_k=64, num_stages=2, programs=264),
     ]
 
 
 def _describe(config: pallas.Config) -> str:
-    tail = f" tail {config.tail_q}" if config.tail_q else ""
+    ahead = " ahead" if config.ahead else ""
     return (
-        f"q {config.block_q}{tail} k {config.block_k} stages {config.num_stages} "
-        f"warps {config.num_warps} programs {config.programs}"
+        f"q {config.block_q} k {config.block_k} stages {config.num_stages} "
+        f"warps {config.num_warps} programs {config.programs}{ahead}"
     )

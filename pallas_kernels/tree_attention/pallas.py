@@ -10,6 +10,7 @@ short for that, and those beyond it leave at once.
 import dataclasses
 import functools
 import math
+import struct
 
 import jax
 import jax.numpy as jnp
@@ -37,26 +38,23 @@ class Config:
       block_q: flattened query rows of a program.
       block_k: keys taken at a time.
       block_d: columns of keys and values taken at a time.
-      tail_q: rows of a program for what is left after full blocks of `block_q`; 0 fills up a
-        last block of `block_q` instead.
-      tail_cost: time of a tail's program for the same keys, as a share of a full one's.
       programs: programs that run side by side; the number of splits follows.
       num_warps, num_stages: of a program; stages of loads under way.
+      ahead: multiply the next block's scores before this block's values, so that the tensor
+        cores work through the softmax.
     """
 
     block_q: int
     block_k: int
     block_d: int
-    tail_q: int = 0
-    tail_cost: float = 0.5
     programs: int = _PROCESSORS
     num_warps: int = 4
     num_stages: int = 2
+    ahead: bool = False
 
     def __post_init__(self):
-        for name in ("block_q", "block_k", "block_d", "tail_q"):
-            if (name, getattr(self, name)) != ("tail_q", 0):
-                check_power(name, getattr(self, name), MIN_BLOCK)
+        for name in ("block_q", "block_k", "block_d"):
+            check_power(name, getattr(self, name), MIN_BLOCK)
 
 
 def default_config(rows: int, size: int, dtype: jnp.dtype) -> Config:
@@ -88,6 +86,7 @@ def default_config(rows: int, size: int, dtype: jnp.dtype) -> Config:
         block_d=columns,
         num_warps=8 if block_q == 128 else 4,
         num_stages=2,
+        ahead=True,
     )
 
 
@@ -119,13 +118,13 @@ def attend(
     rows = nodes * (heads // groups)
     if config is None:
         config = default_config(rows, size, q.dtype)
-    blocks = pl.cdiv(capacity, config.block_k)
+    key_blocks = pl.cdiv(capacity, config.block_k)
     if window is not None:
-        blocks = min(blocks, pl.cdiv(window - 1, config.block_k) + 1)
-    blocks += pl.cdiv(nodes, config.block_k)
-    bands = _bands(rows, groups, blocks, config)
-    splits = max(band.splits for band in bands)
-    height = sum(band.blocks * band.block_q for band in bands)
+        key_blocks = min(key_blocks, pl.cdiv(window - 1, config.block_k) + 1)
+    key_blocks += pl.cdiv(nodes, config.block_k)
+    row_blocks = pl.cdiv(rows, config.block_q)
+    splits = max(1, min(config.programs // (groups * row_blocks), key_blocks))
+    height = row_blocks * config.block_q
     length = length.reshape(1)
     flat = q.reshape(nodes * heads, size)
 
@@ -134,14 +133,14 @@ def attend(
     parts = pl.pallas_call(
         functools.partial(
             _split_kernel,
-            bands=bands,
             heads=heads,
             # Scores to the base of two, whose exponential is one instruction.
             factor=scale * math.log2(math.e),
             window=window,
             config=config,
+            packed=config.ahead and q.dtype == jnp.bfloat16 and not interpret,
         ),
-        grid=(sum(band.blocks * groups * band.splits for band in bands),),
+        grid=(row_blocks, groups, splits),  # those that share keys run next to each other
         out_shape=(mix, part, part),
         compiler_params=pltriton.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
@@ -155,7 +154,6 @@ def attend(
     out = pl.pallas_call(
         functools.partial(
             _join_kernel,
-            bands=bands,
             heads=heads,
             nodes=nodes,
             capacity=capacity,
@@ -174,40 +172,6 @@ def attend(
     return out.reshape(q.shape)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Band:
-    """Consecutive rows of every key head that are cut alike: `blocks` blocks from `first` on."""
-
-    first: int
-    blocks: int
-    block_q: int
-    splits: int
-
-
-def _bands(rows: int, groups: int, key_blocks: int, config: Config) -> tuple[_Band, ...]:
-    """Cuts the rows of a key head into bands and spreads the programs over them."""
-    share = config.programs // groups
-    full, left = divmod(rows, config.block_q)
-
-    def splits(wanted: int) -> int:
-        return max(1, min(wanted, key_blocks))
-
-    if not (config.tail_q and full and 0 < left <= config.tail_q):
-        blocks = pl.cdiv(rows, config.block_q)
-        wanted = splits(share // blocks)
-        return (_Band(first=0, blocks=blocks, block_q=config.block_q, splits=wanted),)
-    wanted = max(1, int(share / (full + config.tail_cost)))
-    return (
-        _Band(first=0, blocks=full, block_q=config.block_q, splits=splits(wanted)),
-        _Band(
-            first=full * config.block_q,
-            blocks=1,
-            block_q=config.tail_q,
-            splits=splits(share - full * wanted),
-        ),
-    )
-
-
 def _split_kernel(
     length_ref,
     q_ref,
@@ -221,53 +185,37 @@ def _split_kernel(
     top_ref,
     sum_ref,
     *,
-    bands: tuple[_Band, ...],
     heads: int,
     factor: float,
     window: int | None,
     config: Config,
+    packed: bool,
 ):
     inputs = (q_ref, own_keys_ref, own_values_ref, visible_ref, used_ref, keys_ref, values_ref)
     groups, capacity, _ = keys_ref.shape
-    nodes = own_keys_ref.shape[1]
+    nodes, splits = own_keys_ref.shape[1], mix_ref.shape[0]
+    row_block, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     length = jnp.clip(length_ref[0], 0, capacity)
-    program = pl.program_id(0)
-    for band in bands:
-        row_block = lax.rem(program, band.blocks)  # those that share keys run next to each other
-        rest = lax.div(program, band.blocks)
-        head, part = lax.rem(rest, groups), lax.div(rest, groups)
-        blocks, share, _ = _cut(nodes, length, window, band.splits, config.block_k)
-        first = part * share
-        last = jnp.minimum(first + share, blocks)
-        start = band.first + row_block * band.block_q
+    blocks, share, _ = _cut(nodes, length, window, splits, config.block_k)
+    first = part * share
+    last = jnp.minimum(first + share, blocks)
+    start = row_block * config.block_q
 
-        @pl.when((program >= 0) & (part < band.splits) & (first < last))
-        def _(band=band, head=head, part=part, first=first, last=last, start=start):
-            top, total, mixed = _attend_block(
-                inputs,
-                length,
-                head,
-                start,
-                band.block_q,
-                first,
-                last,
-                heads,
-                factor,
-                window,
-                config,
-            )
-            rows = pl.Slice(start, band.block_q)
-            pltriton.store(top_ref.at[part, head, rows], top)
-            pltriton.store(sum_ref.at[part, head, rows], total)
-            row = start + lax.broadcasted_iota(jnp.int32, mixed[0].shape, 0)
-            real = row < nodes * (heads // groups)
-            for chunk, x in enumerate(mixed):
-                columns = span(chunk, config.block_d)
-                inside = _inside(mix_ref.shape[3], chunk, x.shape)
-                mask = real if inside is None else real & inside
-                pltriton.store(mix_ref.at[part, head, rows, columns], x, mask=mask)
-
-        program = program - band.blocks * groups * band.splits
+    @pl.when(first < last)
+    def _():
+        top, total, mixed = _attend_block(
+            inputs, length, head, start, first, last, heads, factor, window, config, packed
+        )
+        rows = pl.Slice(start, config.block_q)
+        pltriton.store(top_ref.at[part, head, rows], top)
+        pltriton.store(sum_ref.at[part, head, rows], total)
+        row = start + lax.broadcasted_iota(jnp.int32, mixed[0].shape, 0)
+        real = row < nodes * (heads // groups)
+        for chunk, x in enumerate(mixed):
+            columns = span(chunk, config.block_d)
+            inside = _inside(mix_ref.shape[3], chunk, x.shape)
+            mask = real if inside is None else real & inside
+            pltriton.store(mix_ref.at[part, head, rows, columns], x, mask=mask)
 
 
 def _first_seen(length: jax.Array, window: int | None) -> jax.Array | int:
@@ -289,18 +237,18 @@ def _attend_block(
     length,
     head,
     start,
-    block_q,
     first,
     last,
-    heads,
-    factor,
+    heads: int,
+    factor: float,
     window: int | None,
     config: Config,
+    packed: bool,
 ):
     """Maximum, sum and mix of a block of rows over the key blocks `first` to `last`."""
     q_ref, own_keys_ref, own_values_ref, visible_ref, used_ref, keys_ref, values_ref = inputs
     groups, _, size = keys_ref.shape
-    nodes, block_k = own_keys_ref.shape[1], config.block_k
+    nodes, block_q, block_k = own_keys_ref.shape[1], config.block_q, config.block_k
     own = pl.cdiv(nodes, block_k)
     ratio = heads // groups
     chunks = range(pl.cdiv(size, config.block_d))
@@ -312,26 +260,47 @@ def _attend_block(
         for chunk in chunks
     )
 
-    def advance(state, key_source, value_source, block, seen, used, present):
-        """Takes a block of keys in. `used` marks values with weight, `present` keys to load."""
-        top, total, mixed = state
+    def score(source, block, present):
+        """Scores of a block of keys. `present` marks keys to load."""
         scores = jnp.zeros((block_q, block_k), jnp.float32)
         for chunk in chunks:
-            k = _tile(key_source, head, block * block_k, present, chunk, config)
+            k = _tile(source, head, block * block_k, present, chunk, config)
             scores += dot(split(q[chunk], "bf16x6"), split(k, "bf16x6"), transpose_y=True)
-        if seen is not None:
-            scores = jnp.where(seen, scores, -jnp.inf)
+        return scores
+
+    def weigh(scores, top):
+        """Weights of the scores and the new maximum."""
         new = jnp.maximum(top, jnp.max(scores, axis=1) * factor)
-        weights = jnp.exp2(scores * factor - new[:, None]).astype(value_source.dtype)
+        if packed:  # else the softmax takes longer than the products that hide it
+            weights = _packed_weights(scores, new, factor)
+        else:
+            weights = jnp.exp2(scores * factor - new[:, None]).astype(values_ref.dtype)
+        return weights, new
+
+    def add(weights, top, new, total):
+        """How much is kept of what came before, and the new sum."""
         kept = jnp.exp2(top - new)
         # Of the rounded weights: where few keys count, most of the rounding cancels.
-        total = total * kept + jnp.sum(weights.astype(jnp.float32), axis=1)
+        return kept, total * kept + jnp.sum(weights.astype(jnp.float32), axis=1)
+
+    def mix(weights, kept, mixed, source, block, used):
+        """The mix with the values of a block. `used` marks values with weight."""
         weights = split(weights, "bf16x6")
         added = []
         for chunk, x in zip(chunks, mixed, strict=True):
-            v = _tile(value_source, head, block * block_k, used, chunk, config)
+            v = _tile(source, head, block * block_k, used, chunk, config)
             added.append(x * kept[:, None] + dot(weights, split(v, "bf16x6")))
-        return new, total, tuple(added)
+        return tuple(added)
+
+    def advance(state, key_source, value_source, block, seen, used, present):
+        """Takes a block of keys in."""
+        top, total, mixed = state
+        scores = score(key_source, block, present)
+        if seen is not None:
+            scores = jnp.where(seen, scores, -jnp.inf)
+        weights, new = weigh(scores, top)
+        kept, total = add(weights, top, new, total)
+        return new, total, mix(weights, kept, mixed, value_source, block, used)
 
     def over_own(block, state):
         place = lax.broadcasted_iota(jnp.int32, (block_k,), 0)
@@ -343,6 +312,21 @@ def _attend_block(
 
     def over_full(block, state):
         return advance(state, keys_ref, values_ref, block, None, None, None)
+
+    def over_full_ahead(state, first, last):
+        """As `over_full` for all blocks, the scores of the next always one block ahead."""
+
+        def body(block, carry):
+            scores, (top, total, mixed) = carry
+            weights, new = weigh(scores, top)
+            # Always taken, which ptxas cannot know: else it waits for loads before the weights.
+            kept, total = lax.cond(block + length != 0, add, skip, weights, top, new, total)
+            scores = score(keys_ref, jnp.minimum(block + 1, last - 1), None)
+            return scores, (new, total, mix(weights, kept, mixed, values_ref, block, None))
+
+        skip = lambda weights, top, new, total: (top, total)
+        there = jnp.broadcast_to(first < last, (block_k,))
+        return lax.fori_loop(first, last, body, (score(keys_ref, first, there), state))[1]
 
     def over_edge(block, state):
         place = block * block_k + lax.broadcasted_iota(jnp.int32, (block_k,), 0)
@@ -359,19 +343,43 @@ def _attend_block(
         tuple(jnp.zeros((block_q, config.block_d), jnp.float32) for _ in chunks),
     )
     full = lax.div(length, block_k)
-    state = lax.fori_loop(jnp.minimum(first, own), jnp.minimum(last, own), over_own, state)
+    own_first, own_last = jnp.minimum(first, own), jnp.minimum(last, own)
     first, last = jnp.maximum(first - own, 0), last - own
     # Masks cost time: only blocks that hold an end of what is seen have them.
+    begun = None
     if window is not None:
         skipped = lax.div(_first_seen(length, window), block_k)
         first, last = first + skipped, last + skipped
         # From here on the last row, whose window begins latest, sees every key.
         whole = jnp.maximum(length + nodes - window, 0)
         edge = jnp.minimum(lax.div(whole + (block_k - 1), block_k), last)
-        state = lax.fori_loop(first, edge, over_edge, state)
-        first = jnp.maximum(first, edge)
-    state = lax.fori_loop(first, jnp.minimum(last, full), over_full, state)
-    return lax.fori_loop(jnp.maximum(first, full), last, over_edge, state)
+        begun, first = first, jnp.maximum(first, edge)
+    # Before the others: where a mix is carried in, ptxas serializes the products ahead.
+    if config.ahead:
+        state = over_full_ahead(state, first, jnp.minimum(last, full))
+    else:
+        state = lax.fori_loop(first, jnp.minimum(last, full), over_full, state)
+    if begun is not None:
+        state = lax.fori_loop(begun, first, over_edge, state)
+    state = lax.fori_loop(jnp.maximum(first, full), last, over_edge, state)
+    return lax.fori_loop(own_first, own_last, over_own, state)
+
+
+def _packed_weights(scores: jax.Array, top: jax.Array, factor: float) -> jax.Array:
+    """The weights `exp2(scores * factor - top)`, bfloat16: a third of the instructions."""
+    (factor_bits,) = struct.unpack("<I", struct.pack("<f", factor))
+    weigh = "".join(
+        f"fma.rn.ftz.f32 {x}, ${i}, 0f{factor_bits:08X}, ${i + 2}; ex2.approx.ftz.f32 {x}, {x}; "
+        for i, x in ((1, "a"), (2, "b"))
+    )
+    (weights,) = pltriton.elementwise_inline_asm(
+        f"{{ .reg .f32 a, b; {weigh}cvt.rn.bf16x2.f32 $0, b, a; }}",
+        args=[scores, jnp.broadcast_to(-top[:, None], scores.shape)],
+        constraints="=r,f,f,f,f",
+        pack=2,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(scores.shape, jnp.bfloat16)],
+    )
+    return weights
 
 
 def _join_kernel(
@@ -380,7 +388,6 @@ def _join_kernel(
     top_ref,
     sum_ref,
     *gate_and_out_refs,
-    bands: tuple[_Band, ...],
     heads: int,
     nodes: int,
     capacity: int,
@@ -401,10 +408,7 @@ def _join_kernel(
         first, step = gate_columns
         logits = _columns(gate_refs[0], node, first + member * step, chunk, block_d, size)
     length = jnp.clip(length_ref[0], 0, capacity)
-    *_, active = _cut(nodes, length, window, bands[0].splits, block_k)
-    for band in bands[1:]:
-        *_, own = _cut(nodes, length, window, band.splits, block_k)
-        active = jnp.where(flat < band.first, active, own)
+    *_, active = _cut(nodes, length, window, mix_ref.shape[0], block_k)
 
     part = lax.broadcasted_iota(jnp.int32, (joined,), 0)
     there, parts = part < active, span(0, joined)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import tfm_jax
-from experiments import recipes
+from experiments import recipes, text_sets
 from experiments.acceptance import DOMAINS
 from experiments.replay import by_domain, summarise
 from tests.conftest import WEAVER
@@ -60,7 +60,7 @@ def corpus(tmp_path: Path) -> Path:
         for domain in DOMAINS
         for i in range(2)
     ]
-    (path / recipes.HELDOUT).write_text(json.dumps({"prompts": rows}))
+    (path / text_sets.HELDOUT).write_text(json.dumps({"prompts": rows}))
     return path
 
 
@@ -101,7 +101,7 @@ def test_the_whole_experiment(folder, corpus, tmp_path, monkeypatch, capsys) -> 
 
     held_back = {(r["weaver"], r["method"]) for r in result["held_back"]}
     assert held_back == {
-        *(("first", method) for method in recipes.METHODS),
+        *(("first", method) for method in text_sets.METHODS),
         *((weaver, "tfm") for weaver in ("plain", "noise", "second")),
     }
     decoded = result["decoded"]
@@ -136,7 +136,7 @@ def test_the_whole_experiment(folder, corpus, tmp_path, monkeypatch, capsys) -> 
 
 def test_bad_input_is_refused(corpus, tmp_path) -> None:
     with pytest.raises(ValueError, match="2 prompts of prose, 3 needed"):
-        recipes.heldout_prompts(corpus, 3)
+        text_sets.heldout_prompts(corpus, 3)
     with pytest.raises(ValueError, match="count must be positive, got 0"):
         recipes.Plan(count=0)
     with pytest.raises(ValueError, match="one number of rows"):

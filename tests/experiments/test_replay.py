@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import recipes, replay
+from experiments import replay, text_sets
 from tfm_jax.config import Sampling
 from tfm_jax.decoding.state import Trio
 from tfm_jax.model import Model
@@ -23,18 +23,18 @@ NEW = 40
 )
 def test_replays_of_many_texts_are_decoding(tiny_trio: Trio, method: str) -> None:
     model = Model(trio=tiny_trio, tokenizer=None, end_tokens=())
-    texts = recipes.make_set(model, {"code": PROMPTS, "chat": PROMPTS[1:]}, 24, NEW)
+    texts = text_sets.make_set(model, {"code": PROMPTS, "chat": PROMPTS[1:]}, 24, NEW)
     assert texts.domains == ["code", "code", "chat"]
     longest, differing = 0, 0
-    for temperature, shared in recipes.SETTINGS:
-        found = recipes.replay(tiny_trio, texts, method, temperature, shared)
+    for temperature, shared in text_sets.SETTINGS:
+        found = text_sets.replay(tiny_trio, texts, method, temperature, shared)
         # The third text has the second's prompt, but the first's seed.
         for rounds, prompt, seed in zip(found, [*PROMPTS, PROMPTS[1]], (0, 1, 0), strict=True):
             run = model.generate(
                 prompt,
                 max_new_tokens=NEW,
                 method=method,
-                tree=recipes.METHODS[method],
+                tree=text_sets.METHODS[method],
                 sampling=Sampling(temperature=temperature, seed=seed, shared_noise=shared),
             )
             assert tuple(rounds) == run.stats.accepted_lengths
@@ -46,13 +46,13 @@ def test_replays_of_many_texts_are_decoding(tiny_trio: Trio, method: str) -> Non
 
 def test_a_replay_needs_the_text(tiny_trio: Trio) -> None:
     model = Model(trio=tiny_trio, tokenizer=None, end_tokens=())
-    starts = recipes.make_set(model, {"code": PROMPTS}, 24, NEW).starts[0.0]
+    starts = text_sets.make_set(model, {"code": PROMPTS}, 24, NEW).starts[0.0]
     other = jnp.full_like(starts.ahead, 83)  # no token of the vocabulary
     blind = dataclasses.replace(starts, ahead=other)
     lengths = [
         np.asarray(
-            recipes.replayed_lengths(
-                tiny_trio, s, jnp.bool_(True), method="ddtree", shape=recipes.METHODS["ddtree"]
+            text_sets.replayed_lengths(
+                tiny_trio, s, jnp.bool_(True), method="ddtree", shape=text_sets.METHODS["ddtree"]
             )
         )
         for s in (starts, blind)

@@ -27,7 +27,8 @@ from pallas_kernels.tree_attention.specs import (
 
 # Interpreted kernels are large programs: compile time is what these tests cost.
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
-TAIL = pallas.Config(block_q=16, block_k=16, block_d=16, tail_q=16, programs=14)
+BEHIND = pallas.Config(block_q=16, block_k=16, block_d=16, programs=14)
+AHEAD = dataclasses.replace(BEHIND, ahead=True)
 
 
 def specs(cases):
@@ -40,7 +41,8 @@ def compiled(name: str, size: int, window: int | None = None):
     scale = size**-0.5
     functions = {
         "pallas": functools.partial(pallas.attend, scale=scale, interpret=True),
-        "tail": functools.partial(pallas.attend, scale=scale, interpret=True, config=TAIL),
+        "behind": functools.partial(pallas.attend, scale=scale, interpret=True, config=BEHIND),
+        "ahead": functools.partial(pallas.attend, scale=scale, interpret=True, config=AHEAD),
         "blocks": functools.partial(xla.attend, scale=scale, block=32),
         "xla": functools.partial(tree_attention, implementation="xla"),
         "reference": functools.partial(tree_attention, implementation="reference"),
@@ -68,7 +70,7 @@ def test_float32(name, spec):
 
 
 @specs(SHARED)
-@pytest.mark.parametrize("name", ["tail", "xla"])
+@pytest.mark.parametrize("name", ["behind", "ahead", "xla"])
 def test_bfloat16(name, spec):
     assert error(*run(name, spec, jnp.bfloat16)) < TOLERANCE["bfloat16"]
 
@@ -80,7 +82,13 @@ def test_other_shapes(name, spec):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("pallas", jnp.float32), ("tail", jnp.bfloat16), ("blocks", jnp.float32)]
+    ("name", "dtype"),
+    [
+        ("pallas", jnp.float32),
+        ("behind", jnp.bfloat16),
+        ("ahead", jnp.bfloat16),
+        ("blocks", jnp.float32),
+    ],
 )
 def test_edges(name, dtype):
     """Rows that see nothing are zero, and a length out of range reads nothing outside the cache."""
@@ -104,17 +112,20 @@ def test_a_window_over_the_whole_cache_changes_nothing(name):
     np.testing.assert_array_equal(wide, compiled(name, spec.size)(*args))
 
 
+def mixed_parts(spec: Spec, dtype, window: int | None = None) -> tuple[int, ...]:
+    """Splits, key heads and rows of what the first launch leaves."""
+    call = functools.partial(pallas.attend, scale=1.0, window=window)
+    jaxpr = jax.make_jaxpr(call)(*shapes(spec, dtype))
+    made = (x.aval.shape for equation in jaxpr.eqns for x in equation.outvars)
+    (mix,) = (shape for shape in made if len(shape) == 4)
+    return mix[:3]
+
+
 def test_a_window_bounds_the_splits():
     """Whatever the capacity, no more programs run than the window's keys give work."""
     spec = dataclasses.replace(SMALL[0], capacity=4096, length=4000)
-    call = functools.partial(pallas.attend, scale=1.0, window=40, interpret=True)
-    shapes_of = [
-        x.aval.shape
-        for eq in jax.make_jaxpr(call)(*shapes(spec, jnp.float32)).eqns
-        for x in eq.outvars
-    ]
-    splits = [shape[0] for shape in shapes_of if len(shape) == 4 and shape[1] == spec.groups]
-    assert splits == [4]  # 39 positions touch three blocks of 32 at most; one more of own keys
+    # 39 positions touch three blocks of 32 at most; one more of own keys.
+    assert mixed_parts(spec, jnp.float32, window=40)[0] == 4
 
 
 def test_scale():
@@ -151,16 +162,18 @@ def test_gate_at_the_end_of_its_array():
         np.testing.assert_array_equal(call(gate=tight), call(gate=gate))
 
 
+@pytest.mark.parametrize("rows", [6, 32, 33, 390])
+def test_default_multiplies_ahead_in_bfloat16_with_many_rows(rows):
+    assert pallas.default_config(rows, 256, jnp.dtype(jnp.bfloat16)).ahead == (rows > 32)
+    assert not pallas.default_config(rows, 256, jnp.dtype(jnp.float32)).ahead
+
+
 def test_programs_and_splits_follow_rows_and_capacity():
-    config = pallas.default_config(390, 256, jnp.dtype(jnp.bfloat16))
-    (band,) = pallas._bands(390, 4, 2000, config)
-    assert 4 * band.blocks * band.splits <= 132 < 4 * band.blocks * (band.splits + 1)
-    config = dataclasses.replace(config, block_q=128, tail_q=16)
-    full, tail = pallas._bands(390, 4, 2000, config)
-    assert (full.blocks, tail.first, tail.blocks, tail.block_q) == (3, 384, 1, 16)
-    assert 4 * (full.blocks * full.splits + tail.splits) <= 132
-    assert pallas._bands(390, 4, 3, config)[0].splits == 3
-    assert [band.splits for band in pallas._bands(1542, 4, 2000, config)] == [2, 9]
+    parts = lambda nodes, capacity: mixed_parts(benchmark_spec(nodes, capacity), jnp.bfloat16)
+    assert parts(65, 131072) == (8, 4, 512)  # 4 blocks of 4 heads: 128 programs
+    assert parts(65, 64)[0] == 4  # blocks of 64 keys: 2 of the cache, 2 of the tree
+    assert parts(257, 131072) == (2, 4, 1664)
+    assert parts(1025, 131072)[0] == 1
 
 
 def test_scores_never_lie_in_device_memory():
@@ -193,11 +206,14 @@ def test_gate_lowers_for_hopper():
     assert "65x14336xbf16" in text
 
 
-def test_two_bands_lower_for_hopper():
-    config = pallas.Config(block_q=128, block_k=32, block_d=256, tail_q=16, num_warps=8)
-    call = functools.partial(pallas.attend, scale=0.1, config=config)
-    text = lower_for_hopper(call, *shapes(benchmark_spec(65, 8192), jnp.bfloat16))
-    assert "xla.gpu.triton" in text
+@pytest.mark.parametrize("window", [None, 1000])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_both_orders_lower_for_hopper(ahead, window):
+    config = pallas.Config(block_q=128, block_k=32, block_d=256, num_warps=8, ahead=ahead)
+    call = functools.partial(pallas.attend, scale=0.1, window=window, config=config)
+    for dtype in (jnp.bfloat16, jnp.float32):
+        text = lower_for_hopper(call, *shapes(benchmark_spec(65, 8192), dtype))
+        assert "xla.gpu.triton" in text
 
 
 def shapes(spec: Spec, dtype) -> list[jax.ShapeDtypeStruct]:

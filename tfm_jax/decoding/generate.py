@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +17,11 @@ from tfm_jax.decoding.round import speculate
 from tfm_jax.decoding.state import DecodeState, Request, Trio
 
 _SMALLEST = 256
+# Everything that XLA can put into a CUDA graph; WHILE is what it leaves out unless told.
+_IN_GRAPHS = (
+    *("FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION"),
+    *("CONDITIONAL", "WHILE"),
+)
 
 
 def run_rounds(
@@ -36,7 +44,45 @@ def run_rounds(
     return jax.lax.while_loop(unfinished, next_round, state)
 
 
-decode = jax.jit(run_rounds, static_argnames=("method", "shape"), donate_argnames="state")
+@functools.cache
+def device_loop() -> Any:
+    """`run_rounds`, jitted for the default device; `state` is donated."""
+    return jax.jit(
+        run_rounds,
+        static_argnames=("method", "shape"),
+        donate_argnames="state",
+        compiler_options=_one_graph() if jax.default_backend() == "gpu" else None,
+    )
+
+
+def decode(
+    trio: Trio,
+    state: DecodeState,
+    request: Request,
+    until: jax.Array,
+    *,
+    method: str,
+    shape: TreeConfig,
+) -> DecodeState:
+    """`run_rounds`, compiled once for every method, shape and capacity; `state` is donated."""
+    return device_loop()(trio, state, request, until, method=method, shape=shape)
+
+
+def _one_graph() -> dict[str, Any] | None:
+    """Compiler options that put the whole loop into one CUDA graph, its condition included.
+
+    Otherwise the host reads the condition after every round before it launches the next one.
+    """
+    options = {
+        "xla_gpu_enable_command_buffer": ",".join(_IN_GRAPHS),
+        "xla_gpu_graph_min_graph_size": 1,  # the loop is one step of its program
+    }
+    try:
+        jax.jit(lambda: jnp.int32(0), compiler_options=options).lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        warnings.warn(f"the host takes part in every round: {error}", stacklevel=2)
+        return None
+    return options
 
 
 def bucket(prompt: int, total: int, depth: int) -> int:

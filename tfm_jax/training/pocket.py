@@ -31,6 +31,7 @@ from tfm_jax.text import load_tokenizer
 from tfm_jax.training.batches import MIXTURE, PACKED, TokenBatches, load_streams
 from tfm_jax.training.continuations import Continuations
 from tfm_jax.training.dflash import DrafterRecipe, train_drafter
+from tfm_jax.training.parallel import Spread
 from tfm_jax.training.texts import write_continuations
 from tfm_jax.training.tokenizer import END_OF_TEXT, MASK, TURN_END, domain_shares
 from tfm_jax.training.trainer import OptimiserConfig, TrainState, compute_copy
@@ -53,6 +54,7 @@ class Run:
       out: folder of everything that training writes.
       seconds: time for the stage, compilation and export included; None for no limit.
       seed: of everything random.
+      spread: devices to train on.
       begin: when the stage began, by `time.monotonic`.
     """
 
@@ -62,6 +64,7 @@ class Run:
     out: Path
     seconds: float | None
     seed: int
+    spread: Spread
     begin: float
 
     @property
@@ -107,6 +110,7 @@ def train_stage(
     tokenizer: str | Path | None = None,
     seconds: float | None = None,
     seed: int = 0,
+    devices: int = 1,
 ) -> dict[str, Any]:
     """Runs one stage and returns its entry of `OUT/provenance.json`.
 
@@ -122,6 +126,10 @@ def train_stage(
       seconds: time for the stage; that of the configuration if not given. The configuration's
         may be null: then the numbers of steps and batches decide.
       seed: of everything random.
+      devices: number of them that the rows of a training step are split among.
+
+    Raises:
+      ValueError: a stage that does not exist, or devices that do not or do not split the rows.
     """
     if stage not in STAGES:
         raise ValueError(f"stage must be one of {', '.join(STAGES)}, got {stage!r}")
@@ -136,8 +144,11 @@ def train_stage(
         out=out,
         seconds=settings["stages"][stage]["seconds"] if seconds is None else seconds,
         seed=seed,
+        spread=Spread(count=devices),
         begin=begin,
     )
+    if stage != "continuations":
+        run.spread.check(run.options.get("recipe", run.options)["rows"])
     if stage == "verifier":
         _copy_tokenizer(run, _find_tokenizer(corpus, tokenizer))
     made = {
@@ -153,7 +164,7 @@ def _verifier(run: Run) -> dict[str, Any]:
     config = run.geometry.verifier
     rows, length = run.options["rows"], run.options["length"]
     streams = load_streams(run.corpus / PACKED)
-    mixture = domain_shares(MIXTURE, list(streams))
+    mixture = domain_shares(run.options.get("mixture", MIXTURE), list(streams))
     batches = TokenBatches(streams, mixture, length, rows, seed=run.seed)
     state = train_verifier(
         config,
@@ -163,6 +174,7 @@ def _verifier(run: Run) -> dict[str, Any]:
         log=run.log,
         log_every=run.options["log_every"],
         seconds=run.left(reserve=0.08),
+        spread=run.spread,
     )
     _export(run, "verifier", config, state)
     heldout = load_streams(run.corpus / PACKED, "heldout")
@@ -203,6 +215,7 @@ def _drafter(run: Run) -> dict[str, Any]:
         log=run.log,
         log_every=run.options["log_every"],
         seconds=run.left(),
+        spread=run.spread,
     )
     _export(run, "dflash", config, state)
     return _steps(state, recipe.rows * texts.tokens.shape[1])
@@ -223,6 +236,7 @@ def _weaver(run: Run) -> dict[str, Any]:
         log=run.log,
         log_every=run.options["log_every"],
         seconds=run.left(),
+        spread=run.spread,
     )
     _export(run, "weaver", config, state)
     return _steps(state, recipe.rows * texts.tokens.shape[1])
@@ -256,6 +270,7 @@ def _record(run: Run, made: dict[str, Any]) -> dict[str, Any]:
         **made,
         "seconds": round(time.monotonic() - run.begin, 1),
         "device": jax.devices()[0].device_kind,
+        "devices": run.spread.count,
         "jax": jax.__version__,
         "seed": run.seed,
         "corpus_manifest_sha256": _digest(run.corpus / "text" / "manifest.json"),

@@ -1,0 +1,207 @@
+"""Many texts at once, written by the verifier after prompts, and the rounds of decoding along them.
+
+All texts of a set are one batch: written side by side, drafted at every position, and replayed
+with any method and Weaver (`experiments.replay`). On a GPU use it inside `automatic("xla")`: the
+kernels are made for one text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.acceptance import DOMAINS
+from experiments.replay import (
+    Starts,
+    accepted_lengths,
+    by_domain,
+    starts_at,
+    states_at,
+    summarise,
+    walk,
+)
+from tfm_jax.config import Sampling, TreeConfig
+from tfm_jax.decoding.state import Trio, make_request
+from tfm_jax.model import Model
+from tfm_jax.training.continuations import write_on
+
+METHODS = {
+    "tfm": TreeConfig(budget=64, expand=4),
+    "ddtree": TreeConfig(budget=64),
+    "dflash": TreeConfig(budget=15),
+}
+SETTINGS = ((0.0, True), (1.0, True), (1.0, False))  # temperature, shared noise
+TEXTS_TOGETHER = 4  # texts that are replayed side by side
+HELDOUT = "heldout_prompts.json"
+
+Prompts = Mapping[str, Sequence[Sequence[int]]]
+Rounds = list[list[int]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextSet:
+    """Texts of the verifier and where their rounds start, at temperatures 0 and 1.
+
+    Attributes:
+      domains: of each text.
+      starts: by temperature, of all texts [R, A].
+    """
+
+    domains: list[str]
+    starts: dict[float, Starts]
+
+
+def heldout_prompts(corpus: Path, count: int) -> dict[str, list[list[int]]]:
+    """`count` prompts a domain from held-back documents of a packed corpus, evenly spaced.
+
+    Raises:
+      ValueError: a domain has fewer.
+      OSError: there are none.
+    """
+    rows = json.loads((corpus / HELDOUT).read_text("utf-8"))["prompts"]
+    found = {}
+    for domain in DOMAINS:
+        own = [row["tokens"] for row in rows if row["domain"] == domain]
+        if len(own) < count:
+            raise ValueError(f"{corpus / HELDOUT}: {len(own)} prompts of {domain}, {count} needed")
+        found[domain] = [own[i * len(own) // count] for i in range(count)]
+    return found
+
+
+@functools.partial(jax.jit, static_argnames=("new_tokens", "vocab_limit"))
+def write_and_draft(
+    trio: Trio,
+    prompts: jax.Array,
+    lengths: jax.Array,
+    seeds: jax.Array,
+    temperature: jax.Array,
+    *,
+    new_tokens: int,
+    vocab_limit: int,
+) -> Starts:
+    """Texts that go on beyond the last anchor as far as a tree reaches, and drafts along them.
+
+    Args:
+      trio: the networks.
+      prompts: [R, P] int32; row r counts up to `lengths[r]`.
+      lengths: [R] int32, at least 2.
+      seeds: [R] uint32.
+      temperature: float32 scalar, of all texts.
+      new_tokens: static, anchors A of a text.
+      vocab_limit: static, see `Request`.
+
+    Returns:
+      starts of all rounds, [R, A].
+    """
+    rows, width = prompts.shape
+    temperatures = jnp.full((rows,), temperature)
+    total = width + new_tokens + trio.depth + 1
+    tokens = write_on(trio.verifier, prompts, lengths, temperatures, seeds, total=total)
+    common = make_request(Sampling(), end_tokens=(), vocab_limit=vocab_limit, total=total)
+
+    def one(text: tuple[jax.Array, jax.Array, jax.Array]) -> Starts:
+        tokens, length, seed = text
+        anchors = length - 1 + jnp.arange(new_tokens)
+        request = dataclasses.replace(common, temperature=temperature, seed=seed)
+        states = states_at(trio, tokens, anchors)
+        return starts_at(trio, tokens, anchors, states, request, METHODS["tfm"].pool)
+
+    return jax.lax.map(one, (tokens, lengths, seeds))
+
+
+@functools.partial(jax.jit, static_argnames=("method", "shape"))
+def replayed_lengths(
+    trio: Trio, starts: Starts, shared: jax.Array, *, method: str, shape: TreeConfig
+) -> jax.Array:
+    """Tokens that a round at each anchor of each text emits, [R, A] int32.
+
+    Args:
+      trio: the networks.
+      starts: of all rounds, [R, A].
+      shared: bool scalar, whether trees grow under the target's noise.
+      method, shape: of the trees.
+    """
+    noise = jnp.where(shared, starts.draft.noise, 0.0)
+    starts = dataclasses.replace(starts, draft=dataclasses.replace(starts.draft, noise=noise))
+    run = functools.partial(accepted_lengths, trio, method=method, shape=shape)
+    together = min(TEXTS_TOGETHER, starts.root.shape[0])
+    return jax.lax.map(run, starts, batch_size=together)
+
+
+def make_set(model: Model, prompts: Prompts, width: int, new_tokens: int) -> TextSet:
+    """The texts after prompts; prompt i of a domain has seed i, as in `experiments.acceptance`."""
+    rows = [(domain, i, p) for domain, own in prompts.items() for i, p in enumerate(own)]
+    padded = np.stack([np.pad(prompt, (0, width - len(prompt))) for _, _, prompt in rows])
+    given = (
+        jnp.asarray(padded, jnp.int32),
+        jnp.asarray([len(prompt) for _, _, prompt in rows], jnp.int32),
+        jnp.asarray([seed for _, seed, _ in rows], jnp.uint32),
+    )
+    make = functools.partial(
+        write_and_draft, model.trio, *given, new_tokens=new_tokens, vocab_limit=model.vocab_limit
+    )
+    temperatures = dict.fromkeys(temperature for temperature, _ in SETTINGS)
+    return TextSet(
+        domains=[domain for domain, _, _ in rows],
+        starts={t: jax.block_until_ready(make(jnp.float32(t))) for t in temperatures},
+    )
+
+
+def replay(trio: Trio, texts: TextSet, method: str, temperature: float, shared: bool) -> Rounds:
+    """Tokens that each round of decoding would emit, for each text."""
+    lengths = replayed_lengths(
+        trio,
+        texts.starts[temperature],
+        jnp.bool_(shared),
+        method=method,
+        shape=METHODS[method],
+    )
+    return [walk(row) for row in np.asarray(lengths)]
+
+
+def replay_all(trio: Trio, texts: TextSet, method: str) -> dict[tuple[float, bool], Rounds]:
+    """`replay` in every setting."""
+    return {setting: replay(trio, texts, method, *setting) for setting in SETTINGS}
+
+
+def within_pools(texts: TextSet) -> dict[tuple[float, bool], Rounds]:
+    """Rounds of a Weaver that knows each next token and can only take it from the pools.
+
+    No Weaver accepts more of these drafts. Without shared noise nothing knows the next token.
+    """
+    found = {}
+    for temperature, shared in SETTINGS:
+        if temperature == 0 or shared:
+            lengths = np.asarray(_lengths_within(texts.starts[temperature]))
+            found[temperature, shared] = [walk(row) for row in lengths]
+    return found
+
+
+@jax.jit
+def _lengths_within(starts: Starts) -> jax.Array:
+    depth = starts.draft.ids.shape[-2]
+    inside = (starts.draft.ids == starts.ahead[..., :depth, None]).any(axis=-1)
+    return 1 + jnp.cumprod(inside, axis=-1).sum(axis=-1)
+
+
+def rows_of(
+    names: Mapping[str, Any],
+    texts: TextSet,
+    rounds: Mapping[tuple[float, bool], Rounds],
+    base: Mapping[tuple[float, bool], Rounds],
+) -> list[dict[str, Any]]:
+    """A row of the result for each setting, compared with other rounds of the same texts."""
+    rows = []
+    for setting, found in rounds.items():
+        measured, reference = (by_domain(texts.domains, r) for r in (found, base[setting]))
+        named = {"temperature": setting[0], "shared_noise": setting[1] and setting[0] > 0}
+        rows.append({**names, **named, **summarise(measured, reference)})
+    return rows
