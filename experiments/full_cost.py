@@ -316,7 +316,7 @@ def show(result: dict[str, Any]) -> None:
         "T", "method", "B", "tokens/s", "accepted", "round, ms", "speed-up",
         title="Means over domains",
     )  # fmt: skip
-    for row in sorted(result["macro"], key=lambda row: row["temperature"]):
+    for row in sorted(result["macro"], key=lambda row: (row["temperature"], row["budget"])):
         table.add_row(
             f"{row['temperature']:g}",
             row["method"],

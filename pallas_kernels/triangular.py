@@ -20,6 +20,12 @@ def unit_lower_inverse(strict: jax.Array) -> jax.Array:
     Args:
       strict: [..., C, C] float32, zero on and above the diagonal; any C.
     """
+    # One axis for all matrices: XLA's products on a CPU take few axes, and merging adds more.
+    return _inverse(strict.reshape(-1, *strict.shape[-2:])).reshape(strict.shape)
+
+
+def _inverse(strict: jax.Array) -> jax.Array:
+    """`unit_lower_inverse` of matrices [M, C, C]."""
     size = strict.shape[-1]
     if size <= _POWERS:
         eye = jnp.eye(size, dtype=strict.dtype)
@@ -29,15 +35,15 @@ def unit_lower_inverse(strict: jax.Array) -> jax.Array:
             inverse = inverse + _product(inverse, power)
         return inverse
     half = 1 << ((size - 1).bit_length() - 1)  # largest power of two below the size
-    upper, lower = strict[..., :half, :half], strict[..., half:, half:]
+    upper, lower = strict[:, :half, :half], strict[:, half:, half:]
     if 2 * half == size:
-        first, second = unit_lower_inverse(jnp.stack([upper, lower]))
+        first, second = jnp.split(_inverse(jnp.concatenate([upper, lower])), 2)
     else:
-        first, second = unit_lower_inverse(upper), unit_lower_inverse(lower)
-    below = -_product(second, _product(strict[..., half:, :half], first))
-    corner = jnp.zeros((*strict.shape[:-2], half, size - half), strict.dtype)
-    top = jnp.concatenate([first, corner], axis=-1)
-    return jnp.concatenate([top, jnp.concatenate([below, second], axis=-1)], axis=-2)
+        first, second = _inverse(upper), _inverse(lower)
+    below = -_product(second, _product(strict[:, half:, :half], first))
+    corner = jnp.zeros((strict.shape[0], half, size - half), strict.dtype)
+    top = jnp.concatenate([first, corner], axis=2)
+    return jnp.concatenate([top, jnp.concatenate([below, second], axis=2)], axis=1)
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
