@@ -347,7 +347,7 @@ def full_cost_table(result: dict[str, Any]) -> str:
     """Real text at full cost: means over domains, and what `tfm` gains."""
     setting, macro = result["setting"], result["macro"]
     lines = [
-        "| T | method | drafted nodes | tokens/s | accepted length | round, ms | x plain, tokens/s |",
+        "| T | method | drafted nodes | tokens/s | accepted length | round, ms | x plain |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += [
@@ -401,7 +401,28 @@ def full_cost_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def headline(result: dict[str, Any]) -> str:
+    """The best setting of `tfm` in one sentence."""
+    setting, macro = result["setting"], result["macro"]
+    best = max((row for row in macro if row["method"] == "tfm"), key=lambda row: row["speedup"])
+    chain = next(
+        row
+        for row in macro
+        if row["method"] == "dflash" and row["temperature"] == best["temperature"]
+    )
+    prompts = sum(setting["prompts"].values())
+    return (
+        f"At the cost of {setting['preset']} on one {setting['device']} ({setting['dtype']}, "
+        f"single stream, jax {setting['jax']}, {prompts} prompts, T = {best['temperature']:g}, B = "
+        f"{best['budget']}) the pocket trio writes {best['tokens_per_second']:.0f} tokens a second "
+        f"by `tfm`: {best['speedup']:.2f} times plain decoding and "
+        f"{best['speedup'] / chain['speedup']:.2f} times the chain of DFlash "
+        "([the whole table](#real-text-at-that-cost))."
+    )
+
+
 SECTIONS = {
+    "headline": ("full_cost_nvidia*.json", headline),
     "acceptance": ("acceptance*.json", acceptance_table),
     "ceiling": ("ceiling.json", ceiling_table),
     "ablation": ("ablation.json", ablation_table),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from experiments.figures import draw
-from experiments.report import ablation_table, ceiling_table
+from experiments.report import ablation_table, ceiling_table, full_cost_table, headline
 
 KERNELS = {
     "device": "NVIDIA H200",
@@ -87,6 +87,39 @@ ABLATION = {
         for part, name, length in (("base", "base", 4.0), ("expand", "w = 8", 3.0))
     ],
 }
+FULL_COST = {
+    "setting": {
+        **SETTING,
+        "trio": "pocket",
+        "preset": "qwen3.6-27b",
+        "commit": "abc",
+        "longest_prompt": 256,
+        "new_tokens": 128,
+        "expand": "ceil(B / 16)",
+        "children": 32,
+        "pool": 512,
+        "shared_noise": True,
+        "checks": {},
+    },
+    "macro": [
+        {
+            "temperature": 0.0,
+            "method": method,
+            "budget": budget,
+            "tokens_per_second": 80 * speedup,
+            "mean_accepted_length": 1.1 * speedup,
+            "round_ms": 13.0,
+            "speedup": speedup,
+        }
+        for method, budget, speedup in (
+            ("ar", 0, 1.0),
+            ("dflash", 15, 2.5),
+            ("tfm", 64, 4.0),
+            ("tfm", 32, 3.0),
+        )
+    ],
+    "differences": [],
+}
 
 
 def test_every_report_of_a_gpu_is_drawn(tmp_path):
@@ -115,3 +148,13 @@ def test_a_setting_has_a_line_with_all_temperatures():
     assert "| base | **4.00** | **4.00** |" in table
     change = "**3.00**, 75.0% (74.0% to 76.0%)"
     assert f"| w = 8 | {change} | {change} |" in table
+
+
+def test_real_text_is_told_in_order_of_nodes_and_by_its_best_setting():
+    table = full_cost_table(FULL_COST)
+    nodes = [line.split("|")[3].strip() for line in table.splitlines() if line.startswith("| 0 ")]
+    assert nodes == ["-", "15", "32", "64"]
+    assert "4.00 times as fast as plain decoding and 60.0% faster than the chain" in table
+    line = headline(FULL_COST)
+    assert "B = 64) the pocket trio writes 320 tokens a second by `tfm`: 4.00 times plain" in line
+    assert "1.60 times the chain" in line

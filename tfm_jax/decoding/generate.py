@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 import warnings
 from typing import Any
 
@@ -17,6 +18,7 @@ from tfm_jax.decoding.round import speculate
 from tfm_jax.decoding.state import DecodeState, Request, Trio
 
 _SMALLEST = 256
+_MAKING = threading.Lock()  # loops of many shapes are compiled in threads, all at once
 # Everything that XLA can put into a CUDA graph; WHILE is what it leaves out unless told.
 _IN_GRAPHS = (
     *("FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION"),
@@ -44,9 +46,14 @@ def run_rounds(
     return jax.lax.while_loop(unfinished, next_round, state)
 
 
-@functools.cache
 def device_loop() -> Any:
     """`run_rounds`, jitted for the default device; `state` is donated."""
+    with _MAKING:
+        return _device_loop()
+
+
+@functools.cache
+def _device_loop() -> Any:
     return jax.jit(
         run_rounds,
         static_argnames=("method", "shape"),
