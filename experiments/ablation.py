@@ -338,6 +338,7 @@ def main(arguments: list[str] | None = None) -> None:
             domains=options.domains,
             name=options.model,
         )
+    result["setting"]["operations"] = "xla"
     store(options.out, result)
     if options.json:
         print(json.dumps(result))

@@ -85,6 +85,7 @@ def _trio(setting: dict[str, Any]) -> str:
 def speed_table(result: dict[str, Any]) -> str:
     """Time of a round for each method."""
     setting = result["setting"]
+    note = f" {setting['note']}" if "note" in setting else ""
     lines = [
         "| method | ms a round (lowest to highest) | tokens/s | compile, s |",
         "| --- | --- | --- | --- |",
@@ -101,7 +102,8 @@ def speed_table(result: dict[str, Any]) -> str:
         f"single stream, device loop, B = {setting['budget']}, w = {setting['expand']}, "
         f"T = {setting['temperature']}, {setting['new_tokens']} tokens after each of "
         f"{setting['prompts']} prompts. The weights of this trio fit into the cache, so a round is "
-        "launches, not memory: the figures show that the loop works, not what a 27B model gains.",
+        "launches, not memory: the figures show that the loop works, not what a 27B model gains. "
+        f"Commit {setting['commit']}.{note}",
     ]
     return "\n".join(lines)
 
@@ -247,13 +249,15 @@ def ceiling_table(result: dict[str, Any]) -> str:
             for row in rows
             if row["depth"] in SHOWN_DEPTHS
         ]
-        lines += ["", *_passes(rows), *_by_samples(result["samples"], temperature)]
+        said = [*_passes(rows), *_by_samples(result["samples"], temperature)]
+        lines += ["", *said] if said else []
     prompts = setting["prompts"]
     lines += [
         "",
         "A draft that is drawn is accepted with probability 1 - TV, a point mass (argmax) with the "
-        "target's probability of it. No draft that ignores the realised tokens can beat the fourth "
-        "column on average; the oracles are brackets, from judging them on other samples than "
+        "target's probability of it. No draft that ignores the realised tokens can beat the best "
+        "independent draft on average; the oracles are brackets, from judging them on other "
+        "samples than "
         f"they were made from to the same ones, {setting['samples']} continuations a context. "
         f"{_trio(setting)}, {setting['dtype']}, {setting['device']}, jax {setting['jax']}, commit "
         f"{setting['commit']}; {', '.join(f'{n} {d}' for d, n in prompts.items())} prompts, "
@@ -279,8 +283,8 @@ def _passes(rows: list[dict[str, Any]]) -> list[str]:
         first = max(below, default=0) + 1
         if first <= rows[-1]["depth"]:
             found.append(
-                f"From depth {first} on Weaver is above {title}, by its higher estimate and with "
-                "the whole 95% interval of the difference."
+                f"At T = {rows[0]['temperature']:g} Weaver is above {title} from depth {first} on, "
+                "by its higher estimate and with the whole 95% interval of the difference."
             )
     return found
 

@@ -55,6 +55,9 @@ class Config:
     def __post_init__(self):
         for name in ("block_q", "block_k", "block_d"):
             check_power(name, getattr(self, name), MIN_BLOCK)
+        check_power("num_warps", self.num_warps)
+        if self.programs < 1 or self.num_stages < 1:
+            raise ValueError(f"programs and num_stages must be at least 1, got {self}")
 
 
 def default_config(rows: int, size: int, dtype: jnp.dtype) -> Config:

@@ -19,6 +19,21 @@ def test_an_xla_that_cannot_is_told_of(monkeypatch):
         assert generate._one_graph() is None
 
 
+def test_flags_of_the_user_come_first(monkeypatch, recwarn):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
+    assert generate._one_graph() is None
+    assert not recwarn.list
+
+
+def test_other_errors_are_not_taken_for_a_missing_option(monkeypatch):
+    def fail(*args, **options):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(generate.jax, "jit", fail)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        generate._one_graph()
+
+
 @pytest.mark.parametrize(("backend", "asked"), [("gpu", 1), ("cpu", 0)])
 def test_only_a_gpu_is_given_options(monkeypatch, backend, asked):
     calls = []

@@ -137,7 +137,7 @@ def test_every_report_of_a_gpu_is_drawn(tmp_path):
 def test_the_ceiling_is_claimed_from_where_it_holds_throughout():
     table = ceiling_table(CEILING)
     assert "| 1 | 0.25 | 0.25 | 0.25 to 0.25 | 0.25 to 0.25 | 0.25 | 0.25 |" in table
-    assert "From depth 4 on Weaver is above the marginal oracle" in table
+    assert "At T = 1 Weaver is above the marginal oracle from depth 4 on" in table
     assert "8: 0.200 to 0.300, 0.400 to 0.500; 16: 0.200" in table
     never = {**CEILING, "rows": [ceiling_row(d, -0.1) for d in (1, 2)]}
     assert "Weaver is above" not in ceiling_table(never)

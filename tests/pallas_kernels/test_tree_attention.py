@@ -214,6 +214,7 @@ def test_both_orders_lower_for_hopper(ahead, window):
     for dtype in (jnp.bfloat16, jnp.float32):
         text = lower_for_hopper(call, *shapes(benchmark_spec(65, 8192), dtype))
         assert "xla.gpu.triton" in text
+        assert ("ex2.approx.ftz" in text) == (ahead and dtype == jnp.bfloat16)  # packed weights
 
 
 def shapes(spec: Spec, dtype) -> list[jax.ShapeDtypeStruct]:
@@ -256,10 +257,21 @@ def gate_of(logits=None, first: int = 0, step: int = 16) -> Gate:
     )
 
 
-@pytest.mark.parametrize("size", [0, 8, 24])
-def test_configuration_refuses_sizes(size):
-    with pytest.raises(ValueError, match=f"power of two >= 16, got {size}"):
-        pallas.Config(block_q=16, block_k=size, block_d=16)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"programs": 0}, "programs and num_stages must be at least 1"),
+        ({"num_stages": 0}, "programs and num_stages must be at least 1"),
+        ({"num_warps": -3}, "num_warps must be a power of two, got -3"),
+        ({"block_d": 8}, "block_d must be a power of two >= 16, got 8"),
+        ({"block_k": 24}, "block_k must be a power of two >= 16, got 24"),
+        ({"block_q": 0}, "block_q must be a power of two >= 16, got 0"),
+    ],
+)
+def test_configuration_refuses_sizes(change, message):
+    sizes = {"block_q": 16, "block_k": 16, "block_d": 16}
+    with pytest.raises(ValueError, match=message):
+        pallas.Config(**{**sizes, **change})
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def test_values(size):
 
 
 def test_many_axes_and_the_gradient():
-    """As training meets it: texts, chunks, heads. More axes once ended the process on a CPU."""
+    """As training meets it: texts, chunks, heads. XLA's products on a CPU take few axes."""
     x, weights = strict(2, 3, 2, 2, 64, 64), strict(2, 3, 2, 2, 64, 64)
     inverse = np.linalg.inv(np.eye(64) + x)
     expected = -np.swapaxes(inverse, -1, -2) @ weights @ np.swapaxes(inverse, -1, -2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import threading
 import warnings
 from typing import Any
@@ -19,7 +20,7 @@ from tfm_jax.decoding.state import DecodeState, Request, Trio
 
 _SMALLEST = 256
 _MAKING = threading.Lock()  # loops of many shapes are compiled in threads, all at once
-# Everything that XLA can put into a CUDA graph; WHILE is what it leaves out unless told.
+# What a loop is made of. XLA leaves WHILE out of CUDA graphs unless told.
 _IN_GRAPHS = (
     *("FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION"),
     *("CONDITIONAL", "WHILE"),
@@ -78,8 +79,11 @@ def decode(
 def _one_graph() -> dict[str, Any] | None:
     """Compiler options that put the whole loop into one CUDA graph, its condition included.
 
-    Otherwise the host reads the condition after every round before it launches the next one.
+    Otherwise the host reads the condition after every round before it launches the next one. None
+    where this XLA has no such options, and where XLA_FLAGS already say what belongs into graphs.
     """
+    if "xla_gpu_enable_command_buffer" in os.environ.get("XLA_FLAGS", ""):
+        return None
     options = {
         "xla_gpu_enable_command_buffer": ",".join(_IN_GRAPHS),
         "xla_gpu_graph_min_graph_size": 1,  # the loop is one step of its program
@@ -87,6 +91,8 @@ def _one_graph() -> dict[str, Any] | None:
     try:
         jax.jit(lambda: jnp.int32(0), compiler_options=options).lower().compile()
     except jax.errors.JaxRuntimeError as error:
+        if "INVALID_ARGUMENT" not in str(error):
+            raise
         warnings.warn(f"the host takes part in every round: {error}", stacklevel=2)
         return None
     return options
