@@ -1,8 +1,8 @@
 """Does the size of a Weaver limit it? A trained one and a larger one go on alike.
 
 The larger Weaver starts as the same function: its new units and blocks add nothing yet. Both learn
-along the same batches for the same time, so that only their size differs. `experiments.larger`
-runs it as its step `capacity`.
+along the same batches for as many steps, so that only their size differs. `experiments.larger` runs
+it as its step `capacity`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.recipes import Networks, Plan, compile_step, train, with_weaver
+from experiments.recipes import Learning, Networks, compile_step, train, with_weaver
 from tfm_jax.decoding.state import Trio
-from tfm_jax.training.texts import write_continuations
-from tfm_jax.training.weaver import initial_weaver
+from tfm_jax.training.continuations import Continuations
+from tfm_jax.training.trainer import Step
+from tfm_jax.training.weaver import WeaverRecipe, initial_weaver
 
 # Where a branch of a block is added to the residual stream.
 _INTO_STREAM = ("o_proj.weight", "fc2.weight", "fc2.bias")
@@ -36,6 +37,21 @@ class Size:
 
     blocks: int
     inner: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """A Weaver before training.
+
+    Attributes:
+      size: of it.
+      networks: with it as the first Weaver.
+      step: that trains it, compiled.
+    """
+
+    size: Size
+    networks: Networks
+    step: Step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,62 +84,57 @@ def enlarged(networks: Networks, size: Size, seed: int = 0) -> Networks:
     return dataclasses.replace(networks, config=config, first=params)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Seconds:
-    """Time to write texts to learn from, its compilation included, and to train each Weaver."""
-
-    texts: float
-    arm: float
-
-
-def train_arms(
-    networks: Networks,
-    sizes: Mapping[str, Size],
-    plan: Plan,
-    seconds: Seconds,
-    corpus: Path,
-    out: Path,
-) -> list[Arm]:
-    """Trains a Weaver of each size from the first one.
+def compile_arms(
+    networks: Networks, sizes: Mapping[str, Size], learning: Learning, recipe: WeaverRecipe
+) -> dict[str, Start]:
+    """The first Weaver in each size by name, with the steps that train them.
 
     Args:
       networks: of the trio.
       sizes: by name.
-      plan: its texts, optimiser, seed, and the first of its recipes.
-      seconds: see there.
-      corpus: packed, for the prompts of what is learned from.
-      out: folder for `capacity.jsonl`.
+      learning, recipe: how they will be trained.
     """
-    starts = {name: enlarged(networks, size) for name, size in sizes.items()}
-    recipe_name, recipe = next(iter(plan.recipes.items()))
-    with concurrent.futures.ThreadPoolExecutor(len(starts)) as pool:
-        steps = {name: pool.submit(compile_step, n, plan, recipe) for name, n in starts.items()}
-        texts = write_continuations(
-            networks.frozen.verifier,
-            corpus,
-            plan.texts,
-            seed=plan.seed,
-            seconds=seconds.texts,
+
+    def made(size: Size) -> Start:
+        own = enlarged(networks, size)
+        return Start(size=size, networks=own, step=compile_step(own, learning, recipe))
+
+    with concurrent.futures.ThreadPoolExecutor(len(sizes)) as pool:
+        return dict(zip(sizes, pool.map(made, sizes.values()), strict=True))
+
+
+def train_arms(
+    starts: Mapping[str, Start],
+    learning: Learning,
+    recipe: WeaverRecipe,
+    texts: Continuations,
+    log: Path,
+) -> list[Arm]:
+    """Trains each Weaver for the optimiser's steps, one after the other.
+
+    Args:
+      starts: see `compile_arms`.
+      learning, recipe: as they were compiled for.
+      texts: to learn from.
+      log: JSON-lines file to append metrics to.
+    """
+    arms = []
+    for name, start in starts.items():
+        usable = texts.usable(start.networks.config.depth)
+        params, facts = train(
+            name,
+            start.networks,
+            learning,
+            recipe,
+            start.networks.first,
+            start.step,
+            usable.batches(recipe.rows, learning.seed),
+            first=0,
+            seconds=None,
+            log=log,
         )
-        batches = texts.usable(networks.config.depth).batches(recipe.rows, plan.seed)
-        arms = []
-        for name, start in starts.items():
-            params, facts = train(
-                name,
-                start,
-                plan,
-                recipe,
-                start.first,
-                steps[name].result(),
-                batches,
-                first=0,
-                seconds=seconds.arm,
-                log=out / "capacity.jsonl",
-            )
-            facts |= dataclasses.asdict(sizes[name]) | {
-                "recipe": recipe_name,
-                "parameters": int(sum(np.size(value) for value in params.values())),
-                "texts": len(texts.tokens),
-            }
-            arms.append(Arm(name=name, trio=with_weaver(start, params), facts=facts))
+        facts |= dataclasses.asdict(start.size) | {
+            "parameters": int(sum(np.size(value) for value in params.values())),
+        }
+        arms.append(Arm(name=name, trio=with_weaver(start.networks, params), facts=facts))
     return arms

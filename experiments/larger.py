@@ -7,7 +7,7 @@ Steps read what the steps before them left in DIR, so they may run in several ca
 replays all methods along the larger verifier's texts after held-back and evaluation prompts;
 `capacity` does so for the pocket trio, and trains larger Weavers for it (`experiments.capacity`).
 Training is that of `tfm_jax.training.pocket`, sizes and stages are those of `configs/larger.json`.
-Written for one GPU. Writes `larger.json` into DIR, again after each step.
+Written for one GPU. `measure` and `capacity` each put their part into `larger.json` in DIR.
 """
 
 from __future__ import annotations
@@ -26,43 +26,68 @@ from typing import Any
 import jax
 
 import tfm_jax
-from experiments.acceptance import DOMAINS, common_setting, load_prompts
-from experiments.capacity import Seconds, Size, train_arms
+from experiments.acceptance import DOMAINS, load_prompts
+from experiments.capacity import Size, compile_arms, train_arms
 from experiments.progress import log
-from experiments.recipes import RECIPES, Plan, open_networks
-from experiments.replay import by_domain, summarise
+from experiments.recipes import RECIPES, Learning, describe, open_networks
 from experiments.store import store
 from experiments.text_sets import (
     METHODS,
-    Rounds,
+    Measured,
     TextSet,
+    check_corpus,
     heldout_prompts,
     make_set,
     replay_all,
+    replay_setting,
+    rows_beside,
     within_pools,
 )
 from pallas_kernels.choice import automatic
 from tfm_jax.decoding.state import Trio
 from tfm_jax.model import POCKET, Model, directory
 from tfm_jax.models.qwen36 import Verifier
-from tfm_jax.training.batches import PACKED, TokenBatches, load_streams
-from tfm_jax.training.pocket import STAGES, train_stage
-from tfm_jax.training.texts import packed_corpus
+from tfm_jax.training.pocket import STAGES, check_stage, heldout_windows, train_stage
+from tfm_jax.training.settings import check_seconds
+from tfm_jax.training.texts import write_continuations
 from tfm_jax.training.verifier import next_token_loss
 
 CONFIG = Path(__file__).parents[1] / "configs" / "larger.json"
-STEPS = (*STAGES, "measure", "capacity")
+MEASURING = ("measure", "capacity")
+STEPS = (*STAGES, *MEASURING)
 RESULT = "larger.json"
 WINDOW = 512  # tokens of a held-back text that a verifier predicts
 BASES = ("dflash", "ddtree")  # what `tfm` is compared with
 # How the pocket trio's Weaver is trained on, and as what.
-PLAN = Plan(recipes={"within reach": RECIPES["within reach"]}, seed=3)  # best without noise
+LEARNING = Learning(seed=3)
+RECIPE = RECIPES["within reach"]  # the best without noise
 SIZES = {"as it is": Size(blocks=1, inner=384), "enlarged": Size(blocks=2, inner=1536)}
 # What is shown of a stage's entry in `provenance.json`, and what of it is stored.
 _SHOWN = ("parameters", "steps", "skipped_steps", "texts", "tokens", "seconds")
-_FACTS = (*_SHOWN, "heldout_nats_per_token", "mixture", "device", "devices", "jax", "options")
-
-Measured = Mapping[tuple[float, bool], Rounds]
+_FACTS = (
+    *_SHOWN,
+    "heldout_nats_per_token",
+    "mixture",
+    "device",
+    "devices",
+    "jax",
+    "seed",
+    "corpus_manifest_sha256",
+    "corpus_tokens_sha256",
+    "options",
+)
+# The steps that read an option.
+_READERS = {
+    "config": STAGES,
+    "seed": STAGES,
+    "devices": ("verifier", "dflash", "weaver"),
+    **{f"{stage}_seconds": (stage,) for stage in STAGES},
+    "text_seconds": ("capacity",),
+    "arm_steps": ("capacity",),
+    "count": MEASURING,
+    "new_tokens": MEASURING,
+    "json": MEASURING,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,23 +130,6 @@ def replay_methods(trio: Trio, texts: TextSet) -> dict[str, Measured]:
         return {**dict(zip(METHODS, rounds, strict=True)), "pools": within_pools(texts)}
 
 
-def rows_beside(
-    names: Mapping[str, Any], texts: TextSet, rounds: Measured, bases: Mapping[str, Measured]
-) -> list[dict[str, Any]]:
-    """A row for each setting, with the ratio to each of `bases` along the same texts."""
-    rows = []
-    for setting, found in rounds.items():
-        own, ratios = by_domain(texts.domains, found), {}
-        summary: dict[str, Any] = {}
-        for base, other in bases.items():
-            summary = summarise(own, by_domain(texts.domains, other[setting]))
-            for end in ("", "_ci95"):
-                ratios[f"to_{base}{end}"] = summary.pop(f"to_base{end}")
-        named = {"temperature": setting[0], "shared_noise": setting[1] and setting[0] > 0}
-        rows.append({**names, **named, **summary, **ratios})
-    return rows
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
     """What all steps share.
@@ -139,14 +147,9 @@ class Work:
     def setting(self, model: Model, name: str) -> dict[str, Any]:
         """What the rows of a trio depend on."""
         return {
-            **common_setting(model, name),
+            **replay_setting(model, name, self.corpus),
             **dataclasses.asdict(self.prompting),
-            "corpus": self.corpus.name,
-            "methods": {method: dataclasses.asdict(shape) for method, shape in METHODS.items()},
             "pools": "a Weaver that knows each next token and can only take it from the pools",
-            "operations": "xla",
-            "training_dtype": "bfloat16",
-            "prompt_form": "plain continuation, no chat template; end tokens do not stop",
             "rounds": "replayed along the verifier's own texts",
             "heldout_window": WINDOW,
         }
@@ -201,24 +204,31 @@ def measure(trio: str, model: Model, work: Work) -> Measurement:
 
 def heldout_nats(verifier: Verifier, corpus: Path) -> dict[str, float]:
     """Mean cross-entropy of held-back windows, the same for every verifier of a vocabulary."""
-    streams = load_streams(corpus / PACKED, "heldout")
-    long_enough = {name: s for name, s in streams.items() if len(s) > 2 * WINDOW}
     loss = jax.jit(next_token_loss)
-    found = {}
-    for name in long_enough:
-        tokens = TokenBatches(long_enough, {name: 1.0}, WINDOW, 16)[0]
-        found[name] = round(float(loss(verifier, tokens)), 4)
-    return found
+    windows = heldout_windows(corpus, WINDOW)
+    return {name: round(float(loss(verifier, tokens)), 4) for name, tokens in windows.items()}
 
 
 def networks_of(trio: str, folder: Path, model: Model) -> list[dict[str, Any]]:
-    """A row for each stage that trained a trio: sizes, parameters, and what the run was."""
-    entries = json.loads((folder / "provenance.json").read_text("utf-8"))
+    """A row for each stage that trained a trio: sizes, parameters, and what the run was.
+
+    Raises:
+      ValueError: a network or the record of a stage is missing.
+    """
     networks = {
         "verifier": model.trio.verifier,
         "dflash": model.trio.drafter,
         "weaver": model.trio.weaver,
     }
+    path = folder / "provenance.json"
+    entries = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    absent = [stage for stage, network in networks.items() if network is None]
+    unknown = [stage for stage in STAGES if stage not in entries]
+    if absent or unknown:
+        raise ValueError(
+            f"{folder} is no complete trio: networks missing: {', '.join(absent) or 'none'}; "
+            f"stages missing in {path.name}: {', '.join(unknown) or 'none'}"
+        )
     rows = []
     for stage in STAGES:
         network = networks.get(stage)
@@ -233,21 +243,32 @@ def networks_of(trio: str, folder: Path, model: Model) -> list[dict[str, Any]]:
 def measure_step(work: Work) -> None:
     """The trio that lies in the folder."""
     model = tfm_jax.load(work.out, dtype="float32")
+    stages = networks_of("larger", work.out, model)
     setting = work.setting(model, "larger")
     found = measure("larger", model, work)
     setting |= {"heldout_nats_per_token": found.nats}
-    stages = networks_of("larger", work.out, model)
     work.keep("larger", setting, networks=stages, rows=found.rows)
 
 
-def capacity_step(work: Work, seconds: Seconds) -> None:
+def capacity_step(work: Work, learning: Learning, text_seconds: float) -> None:
     """The pocket trio, with its own Weaver and with those that were trained on from it."""
     networks = open_networks(POCKET)
+    stages = networks_of("pocket", directory(POCKET), networks.model)
     setting = work.setting(networks.model, POCKET)
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:  # measured while others compile
-        measuring = pool.submit(measure, "pocket", networks.model, work)
-        arms = train_arms(networks, SIZES, PLAN, seconds, work.corpus, work.out)
-        found = measuring.result()
+    metrics = work.out / "capacity.jsonl"
+    metrics.unlink(missing_ok=True)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        starts = pool.submit(compile_arms, networks, SIZES, learning, RECIPE)
+        found = measure("pocket", networks.model, work)
+    # Nothing else is computed meanwhile: the arms train under the same conditions.
+    written = write_continuations(
+        networks.frozen.verifier,
+        work.corpus,
+        learning.texts,
+        seed=learning.seed,
+        seconds=text_seconds,
+    )
+    arms = train_arms(starts.result(), learning, RECIPE, written, metrics)
     rows = list(found.rows)
     for arm in arms:
         for prompts, texts in found.sets.items():
@@ -256,10 +277,14 @@ def capacity_step(work: Work, seconds: Seconds) -> None:
             names = {"trio": "pocket", "weaver": arm.name, "prompts": prompts, "method": "tfm"}
             rows += rows_beside(names, texts, replay_all(arm.trio, texts, "tfm"), bases)
         log(f"larger: pocket: Weaver {arm.name!r} replayed")
+    learned = dataclasses.asdict(learning) | {
+        "text_seconds": text_seconds,
+        "written": describe(written),
+    }
     work.keep(
         "pocket",
-        setting | {"heldout_nats_per_token": found.nats},
-        networks=networks_of("pocket", directory(POCKET), networks.model),
+        setting | {"heldout_nats_per_token": found.nats, "capacity": learned},
+        networks=stages,
         training=[{"trio": "pocket", **arm.facts} for arm in arms],
         rows=rows,
     )
@@ -278,13 +303,14 @@ def show(result: Mapping[str, Any]) -> None:
         others = {m: length[*own, m] for m in (*BASES, "pools") if (*own, m) in length}
         print(
             f"{row['prompts']:10s}  T = {row['temperature']:g}{noise:14s}  {row['trio']:6s} "
-            f"{row['weaver']:6s}  tfm {row['mean_accepted_length']:.3f} ({low:.2f} to {high:.2f})  "
+            f"{row['weaver']:8s}  tfm {row['mean_accepted_length']:.3f} ({low:.2f} to {high:.2f})  "
             f"{'  '.join(f'{m} {x:.3f}' for m, x in others.items())}  "
             f"tfm/dflash {row['to_dflash']:.3f}  tfm/ddtree {row['to_ddtree']:.3f}"
         )
 
 
-def main(arguments: list[str] | None = None) -> None:
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The options, none of which the asked steps would ignore."""
     prompting = Prompting()
     parser = argparse.ArgumentParser(description="A larger trio beside the pocket one.")
     parser.add_argument("steps", nargs="+", choices=STEPS, metavar="STEP", help=", ".join(STEPS))
@@ -296,37 +322,75 @@ def main(arguments: list[str] | None = None) -> None:
     for stage in STAGES:
         parser.add_argument(f"--{stage}-seconds", type=float, help="instead of the configuration's")
     parser.add_argument("--text-seconds", type=float, default=25, help="texts of `capacity`")
-    parser.add_argument("--arm-seconds", type=float, default=30, help="each Weaver of `capacity`")
+    parser.add_argument("--arm-steps", type=int, default=1500, help="each Weaver of `capacity`")
     parser.add_argument("--count", type=int, default=prompting.count, help="prompts a domain")
     parser.add_argument("--new-tokens", type=int, default=prompting.new_tokens)
     parser.add_argument("--json", action="store_true", help="print the result instead of a table")
     options = parser.parse_args(arguments)
-    prompting = Prompting(count=options.count, new_tokens=options.new_tokens)
-    corpus = packed_corpus(options.corpus, (), None, options.out)
-    options.out.mkdir(parents=True, exist_ok=True)
-    work = Work(corpus=corpus, out=options.out, prompting=prompting)
+    for name, readers in _READERS.items():
+        given = getattr(options, name) != parser.get_default(name)
+        if given and not set(readers) & set(options.steps):
+            parser.error(f"--{name.replace('_', '-')} is only for {', '.join(readers)}")
+    return options
+
+
+def stage_options(options: argparse.Namespace, stage: str) -> dict[str, Any]:
+    """What a stage is trained with."""
+    return {
+        "config": options.config,
+        "seconds": getattr(options, f"{stage}_seconds"),
+        "seed": options.seed,
+        "devices": options.devices,
+    }
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuses, before anything is computed, what a step would only trip over later.
+
+    Raises:
+      ValueError: a time, a number or a corpus that does not fit.
+      OSError: a file is missing.
+    """
+    steps = set(options.steps)
+    check_corpus(options.corpus)
+    for stage in (stage for stage in STAGES if stage in steps):
+        check_stage(stage, **stage_options(options, stage))
+    if "verifier" not in steps and steps != {"capacity"}:  # a new verifier takes the corpus's
+        check_corpus(options.corpus, options.out)
+    if "capacity" in steps:
+        check_seconds("--text-seconds", options.text_seconds)
+        check_corpus(options.corpus, POCKET)
+    if steps.intersection(MEASURING):
+        heldout_prompts(options.corpus, options.count)
+
+
+def run(options: argparse.Namespace, work: Work, learning: Learning) -> None:
+    """All steps, in the order that they were asked for."""
     begin = time.monotonic()
+    for step in options.steps:
+        log(f"larger: {step}", begin)
+        if step == "measure":
+            measure_step(work)
+        elif step == "capacity":
+            capacity_step(work, learning, options.text_seconds)
+        else:
+            entry = train_stage(step, work.corpus, work.out, **stage_options(options, step))
+            facts = {name: entry[name] for name in _SHOWN if name in entry}
+            log(f"larger: {step} done: {json.dumps(facts)}", begin)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    prompting = Prompting(count=options.count, new_tokens=options.new_tokens)
+    optimiser = dataclasses.replace(LEARNING.optimiser, steps=options.arm_steps)
+    learning = dataclasses.replace(LEARNING, optimiser=optimiser)
+    check(options)
+    options.out.mkdir(parents=True, exist_ok=True)
+    work = Work(corpus=options.corpus, out=options.out, prompting=prompting)
     # Kernels are made for a single text, and here are many; what the trainer prints is progress.
     with automatic("xla"), contextlib.redirect_stdout(sys.stderr):
-        for step in options.steps:
-            log(f"larger: {step}", begin)
-            if step == "measure":
-                measure_step(work)
-            elif step == "capacity":
-                capacity_step(work, Seconds(texts=options.text_seconds, arm=options.arm_seconds))
-            else:
-                entry = train_stage(
-                    step,
-                    corpus,
-                    options.out,
-                    config=options.config,
-                    seconds=getattr(options, f"{step}_seconds"),
-                    seed=options.seed,
-                    devices=options.devices,
-                )
-                facts = {name: entry[name] for name in _SHOWN if name in entry}
-                log(f"larger: {step} done: {json.dumps(facts)}", begin)
-    if not (options.out / RESULT).is_file():
+        run(options, work, learning)
+    if not set(options.steps).intersection(MEASURING):
         return
     result = json.loads((options.out / RESULT).read_text("utf-8"))
     if options.json:

@@ -31,20 +31,23 @@ import numpy as np
 from flax import nnx
 
 import tfm_jax
-from experiments.acceptance import DOMAINS, common_setting, load_prompts
+from experiments.acceptance import DOMAINS, load_prompts
 from experiments.loops import compile_loop
 from experiments.progress import log
 from experiments.store import store
 from experiments.text_sets import (
     METHODS,
     SETTINGS,
+    Measured,
     Prompts,
     Rounds,
     TextSet,
+    check_corpus,
     heldout_prompts,
     make_set,
     replay_all,
-    rows_of,
+    replay_setting,
+    rows_beside,
 )
 from pallas_kernels.choice import automatic
 from tfm_jax.checkpoints import read_trio, write_hf
@@ -55,7 +58,8 @@ from tfm_jax.decoding.state import Trio, make_request, networks_for
 from tfm_jax.model import POCKET, Model, directory
 from tfm_jax.models.weaver import Weaver
 from tfm_jax.training.continuations import Continuations
-from tfm_jax.training.texts import packed_corpus, write_continuations
+from tfm_jax.training.settings import check_seconds
+from tfm_jax.training.texts import write_continuations
 from tfm_jax.training.trainer import (
     OptimiserConfig,
     Params,
@@ -76,28 +80,16 @@ RECIPES = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Everything that is chosen beforehand.
+class Learning:
+    """What Weavers learn from, and how fast.
 
     Attributes:
-      seconds: for the whole; real decoding that would not fit is left out.
       seed: of texts, anchors and batches.
-      count: prompts a domain, of the held-back and of the evaluation prompts each.
-      new_tokens: that texts go on for where acceptance is measured.
-      longest_prompt: evaluation prompts are cut to so many tokens.
       texts: options of `write_continuations`.
-      optimiser: of all runs; its `steps` are a first guess.
-      recipes: by name.
-      write: texts are written until this share of the time.
-      arm: share of the time that an arm trains for.
-      train: training ends at this share of the time.
+      optimiser: of all runs; its `steps` are a first guess for a run that is given a time.
     """
 
-    seconds: float = 335.0
     seed: int = 2
-    count: int = 40
-    new_tokens: int = 128
-    longest_prompt: int = 256
     texts: Mapping[str, Any] = dataclasses.field(
         default_factory=lambda: {
             "rows": 4096,
@@ -114,19 +106,46 @@ class Plan:
             steps=1000, matrix_rate=0.006, other_rate=0.0012, warmup=0.02, decay=0.5
         )
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(Learning):
+    """Everything that is chosen beforehand.
+
+    Attributes:
+      seconds: for the whole; real decoding that would not fit is left out.
+      count: prompts a domain, of the held-back and of the evaluation prompts each.
+      new_tokens: that texts go on for where acceptance is measured.
+      longest_prompt: evaluation prompts are cut to so many tokens.
+      recipes: by name.
+      write: texts are written until this share of the time.
+      arm: share of the time that an arm trains for.
+      train: training ends at this share of the time.
+    """
+
+    seconds: float = 335.0
+    count: int = 40
+    new_tokens: int = 128
+    longest_prompt: int = 256
     recipes: Mapping[str, WeaverRecipe] = dataclasses.field(default_factory=lambda: RECIPES)
     write: float = 0.22
     arm: float = 0.055
     train: float = 0.82
 
     def __post_init__(self) -> None:
-        for name in ("seconds", "count", "new_tokens"):
-            if getattr(self, name) <= 0:
+        check_seconds("seconds", self.seconds)
+        for name in ("count", "new_tokens", "longest_prompt"):
+            if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if len({recipe.rows for recipe in self.recipes.values()}) != 1:
             raise ValueError("recipes need one number of rows: they share their batches")
         if not 0 < self.write < self.train <= 1:
             raise ValueError(f"0 < write < train <= 1 expected, got {self.write} and {self.train}")
+        if not 0 < self.arm * len(self.recipes) < self.train - self.write:
+            raise ValueError(
+                f"{len(self.recipes)} arms must be positive and fit between write and train, got "
+                f"{self.arm} each between {self.write} and {self.train}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,16 +211,16 @@ def with_weaver(networks: Networks, params: Params) -> Trio:
     return dataclasses.replace(networks.model.trio, weaver=fill(graph, stored), growth=None)
 
 
-def compile_step(networks: Networks, plan: Plan, recipe: WeaverRecipe) -> Step:
+def compile_step(networks: Networks, learning: Learning, recipe: WeaverRecipe) -> Step:
     """The training step of a recipe, compiled without running it."""
-    optimiser = make_optimiser(plan.optimiser)
+    optimiser = make_optimiser(learning.optimiser)
     batch = {
-        "tokens": jax.ShapeDtypeStruct((recipe.rows, plan.texts["total"]), jnp.int32),
+        "tokens": jax.ShapeDtypeStruct((recipe.rows, learning.texts["total"]), jnp.int32),
         "first": jax.ShapeDtypeStruct((recipe.rows,), jnp.int32),
         "temperature": jax.ShapeDtypeStruct((recipe.rows,), jnp.float32),
     }
     objective = weaver_objective(networks.config, recipe)
-    step = make_step(objective, optimiser, plan.optimiser, plan.seed)
+    step = make_step(objective, optimiser, learning.optimiser, learning.seed)
     state = jax.eval_shape(lambda: start(networks.first, optimiser, 1))
     return step.lower(state, (networks.frozen, batch)).compile()
 
@@ -209,36 +228,36 @@ def compile_step(networks: Networks, plan: Plan, recipe: WeaverRecipe) -> Step:
 def train(
     title: str,
     networks: Networks,
-    plan: Plan,
+    learning: Learning,
     recipe: WeaverRecipe,
     params: Params,
     step: Step,
     batches: Callable[[int], Any],
     *,
     first: int,
-    seconds: float,
+    seconds: float | None,
     log: Path,
 ) -> tuple[Params, dict[str, Any]]:
-    """Trains for some seconds; returns the parameters, and what the run was.
+    """Trains for a time or a number of steps; returns the parameters, and what the run was.
 
     Args:
       title: of the run.
-      networks, plan, recipe: what is trained, and how.
+      networks, learning, recipe: what is trained, and how.
       params: to start from.
       step: compiled for the recipe.
       batches: see `Continuations.batches`.
       first: batch to begin with, so that no run sees the batches of another.
-      seconds: to train for.
+      seconds: to train for; None for the steps of the optimiser.
       log: file to append to.
     """
     begin, records = time.monotonic(), []
-    tokens = recipe.rows * plan.texts["total"]
+    tokens = recipe.rows * learning.texts["total"]
     state = fit(
         jax.tree.map(jnp.copy, params),  # a step gives its input's memory to its output
         weaver_objective(networks.config, recipe),
         lambda i: (networks.frozen, batches(first + i)),
-        plan.optimiser,
-        seed=plan.seed,
+        learning.optimiser,
+        seed=learning.seed,
         log=log,
         log_every=100,
         title=title,
@@ -361,20 +380,15 @@ class Yardstick:
 
     choosing: TextSet
     judging: TextSet
-    base: dict[tuple[float, bool], Rounds]
+    base: Measured
 
 
 def empty_result(plan: Plan, model: str, corpus: Path, loaded: Model) -> dict[str, Any]:
     """The result before any part has run: the whole setting, and no rows."""
     return {
         "setting": {
-            **common_setting(loaded, model),
+            **replay_setting(loaded, model, corpus),
             **dataclasses.asdict(plan),
-            "corpus": corpus.name,
-            "methods": {name: dataclasses.asdict(shape) for name, shape in METHODS.items()},
-            "operations": "xla",
-            "training_dtype": "bfloat16",
-            "prompt_form": "plain continuation, no chat template; end tokens do not stop",
             "to_base": "tfm by the first Weaver along the same texts, replayed",
         },
         "texts": {},
@@ -422,7 +436,7 @@ def write_texts_to_learn(run: Run) -> Continuations:
         seed=run.plan.seed,
         seconds=run.clock.left(run.plan.write),
     )
-    run.result["texts"] = _describe(texts)
+    run.result["texts"] = describe(texts)
     run.keep(f"{len(texts.tokens)} texts to learn from")
     return texts
 
@@ -437,7 +451,7 @@ def measure_first(run: Run, held_back: Prompts, given: Prompts) -> Yardstick:
     found = {method: replay_all(first, choosing, method) for method in METHODS}
     for method, rounds in found.items():
         names = {"weaver": "first", "method": method}
-        run.result["held_back"] += rows_of(names, choosing, rounds, found["tfm"])
+        run.result["held_back"] += rows_beside(names, choosing, rounds, {"base": found["tfm"]})
     run.clock.say("first Weaver replayed along held-back texts")
     return Yardstick(choosing=choosing, judging=judging, base=found["tfm"])
 
@@ -481,9 +495,7 @@ def train_second(
     return params
 
 
-def judge(
-    run: Run, params: Params, judging: TextSet
-) -> dict[tuple[str, str], dict[tuple[float, bool], Rounds]]:
+def judge(run: Run, params: Params, judging: TextSet) -> dict[tuple[str, str], Measured]:
     """Replays along the evaluation texts; rounds by Weaver and method."""
     first = with_weaver(run.networks, run.networks.first)
     second = with_weaver(run.networks, params)
@@ -491,7 +503,8 @@ def judge(
     found["second", "tfm"] = replay_all(second, judging, "tfm")
     for (weaver, method), rounds in found.items():
         names = {"weaver": weaver, "method": method}
-        run.result["evaluation"] += rows_of(names, judging, rounds, found["first", "tfm"])
+        base = {"base": found["first", "tfm"]}
+        run.result["evaluation"] += rows_beside(names, judging, rounds, base)
     run.keep("evaluation prompts replayed")
     return found
 
@@ -502,7 +515,7 @@ def decode(
     prompts: Prompts,
     loops: Mapping[str, Callable],
     judging: TextSet,
-    replayed: Mapping[tuple[str, str], Mapping[tuple[float, bool], Rounds]],
+    replayed: Mapping[tuple[str, str], Measured],
 ) -> None:
     """Decodes the evaluation prompts, the second Weaver first, as long as there is time.
 
@@ -521,8 +534,8 @@ def decode(
             rounds = decode_rounds(decoding, loops[method], method, prompts, setting[0], new_tokens)
             longest = max(longest, time.monotonic() - begin)
             names = {"weaver": weaver, "method": method}
-            reference = replayed["first", "tfm"]
-            (row,) = rows_of(names, judging, {setting: rounds}, reference)
+            base = {"base": replayed["first", "tfm"]}
+            (row,) = rows_beside(names, judging, {setting: rounds}, base)
             pairs = zip(rounds, replayed[weaver, method][setting], strict=True)
             row |= {"prompts": len(rounds), "as_replayed": sum(a == b for a, b in pairs)}
             run.result["decoded"].append(row)
@@ -560,7 +573,7 @@ def _choose(run: Run, name: str, params: Params, yardstick: Yardstick) -> list[d
     """Replays a Weaver along the held-back texts and adds its rows to the result."""
     rounds = replay_all(with_weaver(run.networks, params), yardstick.choosing, "tfm")
     names = {"weaver": name, "method": "tfm"}
-    rows = rows_of(names, yardstick.choosing, rounds, yardstick.base)
+    rows = rows_beside(names, yardstick.choosing, rounds, {"base": yardstick.base})
     run.result["held_back"] += rows
     return rows
 
@@ -575,7 +588,8 @@ def _served(model: Model, trio: Trio) -> Model:
     return dataclasses.replace(model, trio=trio)
 
 
-def _describe(texts: Continuations) -> dict[str, Any]:
+def describe(texts: Continuations) -> dict[str, Any]:
+    """What texts to learn from are, for a result."""
     return {
         "texts": len(texts.tokens),
         "greedy": int((texts.temperature == 0).sum()),
@@ -610,7 +624,7 @@ def main(arguments: list[str] | None = None) -> None:
     plan = dataclasses.replace(
         plan, seconds=options.seconds, seed=options.seed, count=options.count
     )
-    corpus = packed_corpus(options.corpus, (), None, options.out)
+    check_corpus(options.corpus, options.model)
     options.out.mkdir(parents=True, exist_ok=True)
     # Thousands of texts at once: XLA's forms, since the kernels are made for a single one. What
     # the trainer prints is progress.
@@ -620,9 +634,9 @@ def main(arguments: list[str] | None = None) -> None:
             networks=networks,
             plan=plan,
             clock=clock,
-            corpus=corpus,
+            corpus=options.corpus,
             out=options.out,
-            result=empty_result(plan, options.model, corpus, networks.model),
+            result=empty_result(plan, options.model, options.corpus, networks.model),
         )
         measure(run)
     result = run.result

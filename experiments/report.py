@@ -15,7 +15,7 @@ README = Path(__file__).parents[1] / "README.md"
 
 def acceptance_table(result: dict[str, Any]) -> str:
     """Mean accepted length by domain, one line for each method and sampling setting."""
-    setting, rows = result["setting"], result["rows"]
+    rows = result["rows"]
     domains = list(dict.fromkeys(row["domain"] for row in rows))
     cells: dict[tuple, dict[str, float]] = {}
     for row in rows:
@@ -30,19 +30,50 @@ def acceptance_table(result: dict[str, Any]) -> str:
     for (temperature, shared, method, budget), by_domain in cells.items():
         if method == "ar":
             continue
-        name = f"`{method}`"
-        if temperature > 0:
-            name += ", shared noise" if shared else ", no shared noise"
+        name = _method(method, temperature, shared)
         values = [by_domain[d] for d in domains]
         shown = " | ".join(f"{v:.2f}" for v in values)
         mean = sum(values) / len(values)
         lines.append(f"| {temperature:g} | {name} | {budget} | {shown} | **{mean:.2f}** |")
-    lines += ["", *_gains(result["macro"])]
+    lines += ["", *_gains(result["macro"]), "", _acceptance_setting(result)]
+    return "\n".join(lines)
+
+
+def budget_table(result: dict[str, Any]) -> str:
+    """Mean accepted length by number of drafted nodes, macro average over domains."""
+    trees = [row for row in result["macro"] if row["method"] in ("ddtree", "tfm")]
+    budgets = sorted({row["budget"] for row in trees})
+    found: dict[tuple, dict[int, float]] = {}
+    for row in trees:
+        key = (row["temperature"], row["shared_noise"], row["method"])
+        found.setdefault(key, {})[row["budget"]] = row["mean_accepted_length"]
+    lines = [
+        "The same by drafted nodes, macro average over domains:",
+        "",
+        f"| T | method | {' | '.join(f'B = {b}' for b in budgets)} |",
+        f"| --- | --- |{' --- |' * len(budgets)}",
+    ]
+    lines += [
+        f"| {temperature:g} | {_method(method, temperature, shared)} "
+        f"| {' | '.join(f'{lengths[b]:.2f}' for b in budgets)} |"
+        for (temperature, shared, method), lengths in found.items()
+    ]
+    return "\n".join([*lines, "", _acceptance_setting(result)])
+
+
+def _method(method: str, temperature: float, shared: bool) -> str:
+    """A method's name, and above temperature 0 what its trees grow under."""
+    if temperature == 0:
+        return f"`{method}`"
+    return f"`{method}`, {'' if shared else 'no '}shared noise"
+
+
+def _acceptance_setting(result: dict[str, Any]) -> str:
+    setting, rows = result["setting"], result["rows"]
     same = all(row["identical"] for row in rows)
     prompts = setting["prompts"]
     note = f" ({setting['note']})" if "note" in setting else ""
-    lines += [
-        "",
+    return (
         f"{_trio(setting)}, {setting['dtype']}, {setting['device']}, jax {setting['jax']}; "
         f"{', '.join(f'{n} {d}' for d, n in prompts.items())} prompts cut to "
         f"{setting['longest_prompt']} tokens{note}, {setting['new_tokens']} new tokens each; "
@@ -53,9 +84,8 @@ def acceptance_table(result: dict[str, Any]) -> str:
             if same
             else "Texts that differ from plain decoding: "
             f"{sum(row['differing_prompts'] for row in rows)}."
-        ),
-    ]
-    return "\n".join(lines)
+        )
+    )
 
 
 def _gains(macro: list[dict[str, Any]]) -> list[str]:
@@ -428,6 +458,7 @@ def headline(result: dict[str, Any]) -> str:
 SECTIONS = {
     "headline": ("full_cost_nvidia*.json", headline),
     "acceptance": ("acceptance*.json", acceptance_table),
+    "budgets": ("budgets.json", budget_table),
     "ceiling": ("ceiling.json", ceiling_table),
     "ablation": ("ablation.json", ablation_table),
     "speed": ("pocket_speed_nvidia*.json", speed_table),

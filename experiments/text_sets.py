@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.acceptance import DOMAINS
+from experiments.acceptance import DOMAINS, common_setting
 from experiments.replay import (
     Starts,
     accepted_lengths,
@@ -28,10 +28,12 @@ from experiments.replay import (
     summarise,
     walk,
 )
+from tfm_jax.checkpoints.trio import open_trio
 from tfm_jax.config import Sampling, TreeConfig
 from tfm_jax.decoding.state import Trio, make_request
-from tfm_jax.model import Model
+from tfm_jax.model import Model, directory
 from tfm_jax.training.continuations import write_on
+from tfm_jax.training.texts import packed_corpus
 
 METHODS = {
     "tfm": TreeConfig(budget=64, expand=4),
@@ -44,6 +46,7 @@ HELDOUT = "heldout_prompts.json"
 
 Prompts = Mapping[str, Sequence[Sequence[int]]]
 Rounds = list[list[int]]
+Measured = Mapping[tuple[float, bool], Rounds]  # by setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +62,32 @@ class TextSet:
     starts: dict[float, Starts]
 
 
+def check_corpus(corpus: Path, model: str | Path | None = None) -> None:
+    """Refuses a folder that is no packed corpus, or one of another tokenizer than a model's.
+
+    Raises:
+      ValueError: the corpus was packed with another tokenizer.
+      OSError: it is none, or the model is missing.
+    """
+    tokenizer = None
+    if model is not None:
+        file = open_trio(directory(model)).text_files / "tokenizer.json"
+        tokenizer = file if file.is_file() else None
+    packed_corpus(corpus, (), tokenizer, corpus)
+
+
+def replay_setting(model: Model, name: str, corpus: Path) -> dict[str, Any]:
+    """What every row of replays depends on, the model by its name."""
+    return {
+        **common_setting(model, name),
+        "corpus": corpus.name,
+        "methods": {method: dataclasses.asdict(shape) for method, shape in METHODS.items()},
+        "operations": "xla",
+        "training_dtype": "bfloat16",
+        "prompt_form": "plain continuation, no chat template; end tokens do not stop",
+    }
+
+
 def heldout_prompts(corpus: Path, count: int) -> dict[str, list[list[int]]]:
     """`count` prompts a domain from held-back documents of a packed corpus, evenly spaced.
 
@@ -66,6 +95,8 @@ def heldout_prompts(corpus: Path, count: int) -> dict[str, list[list[int]]]:
       ValueError: a domain has fewer.
       OSError: there are none.
     """
+    if not (corpus / HELDOUT).is_file():
+        raise FileNotFoundError(f"{corpus} has no held-back prompts: it has no {HELDOUT}")
     rows = json.loads((corpus / HELDOUT).read_text("utf-8"))["prompts"]
     found = {}
     for domain in DOMAINS:
@@ -167,12 +198,12 @@ def replay(trio: Trio, texts: TextSet, method: str, temperature: float, shared: 
     return [walk(row) for row in np.asarray(lengths)]
 
 
-def replay_all(trio: Trio, texts: TextSet, method: str) -> dict[tuple[float, bool], Rounds]:
+def replay_all(trio: Trio, texts: TextSet, method: str) -> Measured:
     """`replay` in every setting."""
     return {setting: replay(trio, texts, method, *setting) for setting in SETTINGS}
 
 
-def within_pools(texts: TextSet) -> dict[tuple[float, bool], Rounds]:
+def within_pools(texts: TextSet) -> Measured:
     """Rounds of a Weaver that knows each next token and can only take it from the pools.
 
     No Weaver accepts more of these drafts. Without shared noise nothing knows the next token.
@@ -192,16 +223,24 @@ def _lengths_within(starts: Starts) -> jax.Array:
     return 1 + jnp.cumprod(inside, axis=-1).sum(axis=-1)
 
 
-def rows_of(
-    names: Mapping[str, Any],
-    texts: TextSet,
-    rounds: Mapping[tuple[float, bool], Rounds],
-    base: Mapping[tuple[float, bool], Rounds],
+def rows_beside(
+    names: Mapping[str, Any], texts: TextSet, rounds: Measured, bases: Mapping[str, Measured]
 ) -> list[dict[str, Any]]:
-    """A row of the result for each setting, compared with other rounds of the same texts."""
+    """A row of the result for each setting, compared with other rounds of the same texts.
+
+    Args:
+      names: of the row.
+      texts: that all rounds are along.
+      rounds: what the rows are about.
+      bases: by name; the ratio to one is `to_<name>`.
+    """
     rows = []
     for setting, found in rounds.items():
-        measured, reference = (by_domain(texts.domains, r) for r in (found, base[setting]))
-        named = {"temperature": setting[0], "shared_noise": setting[1] and setting[0] > 0}
-        rows.append({**names, **named, **summarise(measured, reference)})
+        own = by_domain(texts.domains, found)
+        noise = setting[1] and setting[0] > 0
+        row = {**names, "temperature": setting[0], "shared_noise": noise}
+        for base, other in bases.items():
+            summary = summarise(own, by_domain(texts.domains, other[setting]))
+            row |= {n.replace("to_base", f"to_{base}"): value for n, value in summary.items()}
+        rows.append(row)
     return rows

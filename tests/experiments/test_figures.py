@@ -5,7 +5,13 @@ from __future__ import annotations
 import json
 
 from experiments.figures import draw
-from experiments.report import ablation_table, ceiling_table, full_cost_table, headline
+from experiments.report import (
+    ablation_table,
+    budget_table,
+    ceiling_table,
+    full_cost_table,
+    headline,
+)
 
 KERNELS = {
     "device": "NVIDIA H200",
@@ -158,3 +164,25 @@ def test_real_text_is_told_in_order_of_nodes_and_by_its_best_setting():
     line = headline(FULL_COST)
     assert "B = 64) the pocket trio writes 320 tokens a second by `tfm`: 4.00 times plain" in line
     assert "1.60 times the chain" in line
+
+
+def test_accepted_lengths_stand_side_by_side_by_nodes():
+    rows = [
+        {
+            "temperature": temperature,
+            "shared_noise": shared,
+            "method": method,
+            "budget": budget,
+            "mean_accepted_length": budget / 16 + temperature,
+        }
+        for temperature, shared in ((0.0, False), (1.0, True), (1.0, False))
+        for method, budget in (("ar", 1), ("dflash", 15), ("tfm", 32), ("tfm", 16))
+    ]
+    names = ("expand", "longest_prompt", "new_tokens", "children", "pool", "prompt_form")
+    setting = {**SETTING, **dict.fromkeys(names, 1)}
+    table = budget_table({"setting": setting, "macro": rows, "rows": [{"identical": True}]})
+    assert "| T | method | B = 16 | B = 32 |" in table
+    assert "| 0 | `tfm` | 1.00 | 2.00 |" in table
+    assert "| 1 | `tfm`, shared noise | 2.00 | 3.00 |" in table
+    assert "| 1 | `tfm`, no shared noise | 2.00 | 3.00 |" in table
+    assert "dflash" not in table

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +15,11 @@ import pytest
 
 from experiments import capacity, larger, text_sets
 from experiments.acceptance import DOMAINS
-from experiments.recipes import Networks, Plan, with_weaver
+from experiments.recipes import Learning, Networks, with_weaver
 from experiments.replay import by_domain
 from tests.conftest import WEAVER
 from tests.training.test_pocket import corpus, small  # noqa: F401
+from tfm_jax.checkpoints import CheckpointError
 from tfm_jax.decoding.state import Trio
 from tfm_jax.model import Model
 from tfm_jax.training.pocket import STAGES
@@ -84,20 +87,20 @@ def test_what_the_pools_hold_bounds_every_weaver(networks: Networks) -> None:
 def test_all_steps(corpus: Path, tmp_path: Path, monkeypatch, capsys) -> None:  # noqa: F811
     config = tmp_path / "config.json"
     settings = small(json.loads(larger.CONFIG.read_text()))
-    # XLA of jaxlib 0.10.2 aborts on a CPU where several key heads have several value heads each.
-    settings["verifier"] |= {"num_attention_heads": 2, "linear_num_key_heads": 1}
-    settings["drafter"]["num_key_value_heads"] = 1
     settings["stages"]["verifier"]["mixture"] = {"text": 1.0, "prose": 0.5}
     config.write_text(json.dumps(settings))
     prompts = {d: [RANDOM.integers(6, 280, 9 + i).tolist() for i in range(2)] for d in DOMAINS}
     monkeypatch.setattr(larger, "heldout_prompts", lambda folder, count: prompts)
     monkeypatch.setattr(larger, "load_prompts", lambda model, domain, *_: prompts[domain])
     out = tmp_path / "out"
-    places = ["--corpus", str(corpus), "--out", str(out), "--config", str(config)]
+    places = ["--corpus", str(corpus), "--out", str(out)]
+    sizes = ["--config", str(config)]
     few = ["--count", "2", "--new-tokens", "16", "--json"]
-    larger.main(["verifier", "continuations", "dflash", *places])
+    larger.main(["verifier", "continuations", "dflash", *places, *sizes])
     assert capsys.readouterr().out == ""
-    larger.main(["weaver", "measure", *places, *few])
+    with pytest.raises(ValueError, match=r"networks missing: weaver; stages missing .*: weaver"):
+        larger.main(["measure", *places, *few])
+    larger.main(["weaver", "measure", *places, *sizes, *few])
     first = json.loads(capsys.readouterr().out)
     assert {row["trio"] for row in first["rows"]} == {"larger"}
 
@@ -118,14 +121,15 @@ def test_all_steps(corpus: Path, tmp_path: Path, monkeypatch, capsys) -> None:  
         "batches": 1,
         "greedy_share": 0.5,
     }
-    plan = Plan(
-        texts=texts,
-        optimiser=OptimiserConfig(steps=21, matrix_rate=0.006, other_rate=0.0012),
-        recipes={"plain": WeaverRecipe(rows=4, anchors=4)},
-    )
-    monkeypatch.setattr(larger, "PLAN", plan)
-    seconds = ["--text-seconds", "1", "--arm-seconds", "1"]
-    larger.main(["capacity", *places, *few, *seconds])
+    optimiser = OptimiserConfig(steps=1, matrix_rate=0.006, other_rate=0.0012)
+    monkeypatch.setattr(larger, "LEARNING", Learning(texts=texts, optimiser=optimiser, seed=3))
+    monkeypatch.setattr(larger, "RECIPE", WeaverRecipe(rows=4, anchors=4))
+    (out / "capacity.jsonl").write_text("of a run before\n")
+    order = []
+    for name in ("measure", "train_arms"):
+        monkeypatch.setattr(larger, name, noted(order, name, getattr(larger, name)))
+    larger.main(["capacity", *places, *few, "--text-seconds", "1", "--arm-steps", "7"])
+    assert order == ["measure", "measure done", "train_arms", "train_arms done"]
     result = json.loads(capsys.readouterr().out)
     assert result == json.loads((out / larger.RESULT).read_text())
     assert [row for row in result["rows"] if row["trio"] == "larger"] == first["rows"]
@@ -133,7 +137,17 @@ def test_all_steps(corpus: Path, tmp_path: Path, monkeypatch, capsys) -> None:  
     assert [row["stage"] for row in result["networks"]] == [*STAGES, *STAGES]
     assert result["networks"][0]["heldout_nats_per_token"]
     assert result["networks"][0]["sizes"]["hidden_size"] == 48
-    assert [row["blocks"] for row in result["training"]] == [1, 2]
+    assert len(result["networks"][0]["corpus_tokens_sha256"]) == 64
+    assert "devices" in result["networks"][0]
+    assert "devices" not in result["networks"][1]
+    assert [(row["blocks"], row["steps"]) for row in result["training"]] == [(1, 7), (2, 7)]
+    log = [json.loads(line) for line in (out / "capacity.jsonl").read_text().splitlines()]
+    assert [(line["title"], line["step"]) for line in log] == [("as it is", 7), ("enlarged", 7)]
+    learned = result["setting"]["pocket"]["capacity"]
+    assert (learned["seed"], learned["text_seconds"]) == (3, 1)
+    assert learned["optimiser"]["steps"] == 7
+    assert learned["texts"] == texts
+    assert len(learned["written"]["digest"]) == 64
     assert result["training"][1]["parameters"] > result["training"][0]["parameters"]
 
     # The same trio under two names: the same lengths.
@@ -153,6 +167,74 @@ def test_all_steps(corpus: Path, tmp_path: Path, monkeypatch, capsys) -> None:  
             assert row["to_own_ci95"][0] <= row["to_own"] <= row["to_own_ci95"][1]
     larger.main(["measure", *places, *few[:-1]])
     assert "tfm/ddtree" in capsys.readouterr().out
+    larger.main(["continuations", *places, *sizes])
+    assert capsys.readouterr().out == ""
+
+
+def noted(order: list[str], name: str, function: Callable) -> Callable:
+    """The function, which notes when it begins and when it is done."""
+
+    def call(*arguments: Any) -> Any:
+        order.append(name)
+        result = function(*arguments)
+        order.append(f"{name} done")
+        return result
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("steps", "option"),
+    [
+        ("measure", "--verifier-seconds=5"),
+        ("capacity", "--seed=1"),
+        ("capacity", "--config=x.json"),
+        ("continuations", "--devices=2"),
+        ("verifier", "--json"),
+        ("verifier", "--count=3"),
+        ("weaver", "--new-tokens=3"),
+        ("measure", "--text-seconds=nan"),
+        ("measure", "--arm-steps=9"),
+    ],
+)
+def test_options_that_no_step_reads_are_refused(steps: str, option: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        larger.main([steps, "--corpus", "c", "--out", "o", option])
+    assert f"{option.partition('=')[0]} is only for" in capsys.readouterr().err
+
+
+def test_bad_input_is_refused_before_any_step(
+    corpus: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "out"
+    places = ["--corpus", str(corpus), "--out", str(out)]
+    with pytest.raises(ValueError, match="16 prompts of prose, 40 needed"):
+        larger.main(["verifier", "measure", *places])
+    with pytest.raises(ValueError, match="seconds of weaver must be finite and positive, got nan"):
+        larger.main(["verifier", "weaver", *places, "--weaver-seconds", "nan"])
+    with pytest.raises(ValueError, match="99 devices asked for"):
+        larger.main(["verifier", *places, "--devices", "99"])
+    with pytest.raises(ValueError, match="another tokenizer"):
+        larger.main(["verifier", "capacity", *places])
+    with pytest.raises(ValueError, match="--text-seconds must be finite and positive, got inf"):
+        larger.main(["capacity", *places, "--text-seconds", "inf"])
+    with pytest.raises(ValueError, match="steps must be positive, got 0"):
+        larger.main(["capacity", *places, "--arm-steps", "0"])
+    with pytest.raises(CheckpointError, match="no such directory"):
+        larger.main(["weaver", *places])
+    with pytest.raises(FileNotFoundError, match="no corpus"):
+        larger.main(["verifier", "--corpus", str(tmp_path), "--out", str(out)])
+    assert not out.exists()
+
+
+def test_a_trio_of_missing_parts_is_refused(networks: Networks, tmp_path: Path) -> None:
+    (tmp_path / "provenance.json").write_text(json.dumps({"verifier": {}, "dflash": {}}))
+    with pytest.raises(ValueError, match=r"provenance\.json: continuations, weaver"):
+        larger.networks_of("larger", tmp_path, networks.model)
+    without = dataclasses.replace(networks.model, trio=networks.frozen)
+    with pytest.raises(ValueError, match="networks missing: weaver"):
+        larger.networks_of("larger", tmp_path, without)
 
 
 def test_bad_counts_are_refused() -> None:

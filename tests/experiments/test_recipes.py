@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import lzma
@@ -53,7 +54,9 @@ def corpus(tmp_path: Path) -> Path:
     path = tmp_path / "corpus"
     path.mkdir()
     buffer = io.BytesIO()
-    np.savez(buffer, **{"train.prose": RANDOM.integers(6, 80, 400).astype(np.uint16)})
+    np.savez(
+        buffer, allow_pickle=False, **{"train.prose": RANDOM.integers(6, 80, 400).astype(np.uint16)}
+    )
     (path / "tokens.npz.xz").write_bytes(lzma.compress(buffer.getvalue()))
     rows = [
         {"domain": domain, "tokens": RANDOM.integers(6, 80, 9 + i).tolist()}
@@ -137,10 +140,22 @@ def test_the_whole_experiment(folder, corpus, tmp_path, monkeypatch, capsys) -> 
 def test_bad_input_is_refused(corpus, tmp_path) -> None:
     with pytest.raises(ValueError, match="2 prompts of prose, 3 needed"):
         text_sets.heldout_prompts(corpus, 3)
-    with pytest.raises(ValueError, match="count must be positive, got 0"):
-        recipes.Plan(count=0)
+    for name in ("count", "new_tokens", "longest_prompt"):
+        with pytest.raises(ValueError, match=f"{name} must be positive, got 0"):
+            dataclasses.replace(recipes.Plan(), **{name: 0})
+    for seconds in (0.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"seconds must be finite and positive, got {seconds}"):
+            recipes.Plan(seconds=seconds)
+    for arm in (0.0, 0.2, float("nan")):
+        with pytest.raises(ValueError, match=f"3 arms must be positive and fit .* got {arm} each"):
+            recipes.Plan(arm=arm)
     with pytest.raises(ValueError, match="one number of rows"):
         recipes.Plan(recipes={"a": WeaverRecipe(rows=4), "b": WeaverRecipe(rows=8)})
     with pytest.raises(FileNotFoundError, match="no corpus"):
         recipes.main(["--corpus", str(tmp_path), "--out", str(tmp_path / "out")])
+    with pytest.raises(FileNotFoundError, match=r"no held-back prompts.*heldout_prompts\.json"):
+        text_sets.heldout_prompts(tmp_path, 1)
+    (corpus / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="another tokenizer"):
+        recipes.main(["--corpus", str(corpus), "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()

@@ -67,13 +67,24 @@ def test_a_walk_goes_on_by_what_was_accepted():
 
 
 def test_lengths_are_pooled_over_prompts_and_averaged_over_domains():
-    base = replay.by_domain(["code", "code", "chat"], [[4, 4], [2, 1, 1], [6]])
-    assert base["code"].tolist() == [[8, 2], [4, 3]]
-    half = replay.by_domain(["code", "code", "chat"], [[2] * 4, [1, 1, 0.5, 0.5, 0.5, 0.5], [3, 3]])
+    base = replay.by_domain(["code", "code", "chat"], [[8, 8], [4, 2, 2], [12]])
+    assert base["code"].tolist() == [[16, 2], [8, 3]]
+    half = replay.by_domain(["code", "code", "chat"], [[4] * 4, [2, 2, 1, 1, 1, 1], [6, 6]])
     own = replay.summarise(half, base)
-    assert own["by_domain"] == {"code": 1.2, "chat": 3.0}
-    assert own["mean_accepted_length"] == 2.1
-    assert own["ci95"][0] < 2.1 < own["ci95"][1]
+    assert own["by_domain"] == {"code": 2.4, "chat": 6.0}
+    assert own["mean_accepted_length"] == 4.2
+    assert own["ci95"][0] < 4.2 < own["ci95"][1]
     # Exactly half of the base for every prompt: paired draws leave no spread.
     assert own["to_base"] == 0.5
     assert own["to_base_ci95"] == [0.5, 0.5]
+
+
+def test_rows_name_what_they_are_compared_with():
+    texts = text_sets.TextSet(domains=["code", "chat"], starts={})
+    rounds = {(0.0, True): [[2, 2], [3]], (1.0, True): [[2, 2], [3]]}
+    base = {setting: [[1] * 4, [1] * 3] for setting in rounds}
+    rows = text_sets.rows_beside({"method": "tfm"}, texts, rounds, {"base": base, "own": rounds})
+    assert [(r["temperature"], r["shared_noise"]) for r in rows] == [(0.0, False), (1.0, True)]
+    assert rows[0]["method"] == "tfm"
+    assert (rows[0]["to_base"], rows[0]["to_own"]) == (2.5, 1.0)
+    assert rows[0]["to_own_ci95"] == [1.0, 1.0]

@@ -101,6 +101,8 @@ def test_all_stages(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture)
     assert sampled[0] > sampled[1]
     entries = json.loads((out / "provenance.json").read_text())
     assert list(entries) == list(pocket.STAGES)
+    assert "devices" not in entries["continuations"]  # they are written on one
+    assert entries["weaver"]["devices"] == 1
     for entry in entries.values():
         assert entry["seconds"] > 0
         assert entry["device"]
@@ -120,6 +122,25 @@ def test_tokenizer_and_configuration_must_fit(corpus: Path, tmp_path: Path) -> N
         pocket.train_stage("drafter", corpus, tmp_path / "out")
     with pytest.raises(FileNotFoundError, match="no tokenizer at"):
         pocket.train_stage("verifier", corpus, tmp_path / "out", tokenizer=tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--seconds=nan", "seconds of verifier must be finite and positive, got nan"),
+        ("--seconds=0", "seconds of verifier must be finite and positive, got 0.0"),
+        ("--devices=0", "devices must be positive, got 0"),
+        ("--devices=99", "99 devices asked for"),
+        ("--seed=-1", "seed must lie in"),
+    ],
+)
+def test_bad_options_are_refused_before_any_stage(
+    corpus: Path, tmp_path: Path, option: str, message: str
+) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match=message):
+        pocket.main(["all", "--corpus", str(corpus), "--out", str(out), option])
+    assert not out.exists()
 
 
 def test_the_pocket_trio_has_the_geometry_and_the_size_it_must_have() -> None:

@@ -32,6 +32,7 @@ from tfm_jax.training.batches import MIXTURE, PACKED, TokenBatches, load_streams
 from tfm_jax.training.continuations import Continuations
 from tfm_jax.training.dflash import DrafterRecipe, train_drafter
 from tfm_jax.training.parallel import Spread
+from tfm_jax.training.settings import check_seconds
 from tfm_jax.training.texts import write_continuations
 from tfm_jax.training.tokenizer import END_OF_TEXT, MASK, TURN_END, domain_shares
 from tfm_jax.training.trainer import OptimiserConfig, TrainState, compute_copy
@@ -101,6 +102,36 @@ class Run:
         return build_drafter(opened.config, opened.load(None))
 
 
+def check_stage(
+    stage: str,
+    *,
+    config: str | Path = CONFIG,
+    seconds: float | None = None,
+    seed: int = 0,
+    devices: int = 1,
+) -> None:
+    """Refuses what `train_stage` cannot run with; computes nothing.
+
+    Args:
+      stage, config, seconds, seed, devices: see `train_stage`.
+
+    Raises:
+      ValueError: a stage that does not exist, a time or a seed out of range, or devices that do
+        not exist or do not split the rows.
+    """
+    if stage not in STAGES:
+        raise ValueError(f"stage must be one of {', '.join(STAGES)}, got {stage!r}")
+    options = json.loads(Path(config).read_text("utf-8"))["stages"][stage]
+    seconds = options["seconds"] if seconds is None else seconds
+    if seconds is not None:
+        check_seconds(f"seconds of {stage}", seconds)
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed must lie in 0..{2**32 - 1}, got {seed}")
+    spread = Spread(count=devices)
+    if stage != "continuations":
+        spread.check(options.get("recipe", options)["rows"])
+
+
 def train_stage(
     stage: str,
     corpus: str | Path,
@@ -126,13 +157,13 @@ def train_stage(
       seconds: time for the stage; that of the configuration if not given. The configuration's
         may be null: then the numbers of steps and batches decide.
       seed: of everything random.
-      devices: number of them that the rows of a training step are split among.
+      devices: number of them that the rows of a training step are split among; continuations are
+        written on one.
 
     Raises:
-      ValueError: a stage that does not exist, or devices that do not or do not split the rows.
+      ValueError: see `check_stage`.
     """
-    if stage not in STAGES:
-        raise ValueError(f"stage must be one of {', '.join(STAGES)}, got {stage!r}")
+    check_stage(stage, config=config, seconds=seconds, seed=seed, devices=devices)
     begin = time.monotonic()
     settings = json.loads(Path(config).read_text("utf-8"))
     corpus, out = Path(corpus), Path(out)
@@ -147,8 +178,6 @@ def train_stage(
         spread=Spread(count=devices),
         begin=begin,
     )
-    if stage != "continuations":
-        run.spread.check(run.options.get("recipe", run.options)["rows"])
     if stage == "verifier":
         _copy_tokenizer(run, _find_tokenizer(corpus, tokenizer))
     made = {
@@ -177,19 +206,24 @@ def _verifier(run: Run) -> dict[str, Any]:
         spread=run.spread,
     )
     _export(run, "verifier", config, state)
-    heldout = load_streams(run.corpus / PACKED, "heldout")
-    long_enough = {k: v for k, v in heldout.items() if len(v) > 2 * length}
-    loss = heldout_loss(
-        config,
-        compute_copy(state.params),
-        {k: TokenBatches(long_enough, {k: 1.0}, length, 16)[0] for k in long_enough},
-    )
+    windows = heldout_windows(run.corpus, length)
+    loss = heldout_loss(config, compute_copy(state.params), windows)
     print("verifier: held-back nats per token ", loss, flush=True)
     return {
         **_steps(state, rows * length),
         "corpus_tokens": {name: len(stream) for name, stream in streams.items()},
         "mixture": mixture,
         "heldout_nats_per_token": loss,
+    }
+
+
+def heldout_windows(corpus: Path, length: int) -> dict[str, np.ndarray]:
+    """16 windows [16, length + 1] of each domain's held-back text, where it is long enough."""
+    streams = load_streams(corpus / PACKED, "heldout")
+    long_enough = {name: stream for name, stream in streams.items() if len(stream) > 2 * length}
+    return {
+        name: TokenBatches(long_enough, {name: 1.0}, length, 16)[0]  # seed 0: always the same
+        for name in long_enough
     }
 
 
@@ -266,11 +300,12 @@ def _steps(state: TrainState, tokens: int) -> dict[str, int]:
 def _record(run: Run, made: dict[str, Any]) -> dict[str, Any]:
     path = run.out / "provenance.json"
     entries = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    devices = {} if run.stage == "continuations" else {"devices": run.spread.count}
     entries[run.stage] = {
         **made,
         "seconds": round(time.monotonic() - run.begin, 1),
         "device": jax.devices()[0].device_kind,
-        "devices": run.spread.count,
+        **devices,
         "jax": jax.__version__,
         "seed": run.seed,
         "corpus_manifest_sha256": _digest(run.corpus / "text" / "manifest.json"),
@@ -321,16 +356,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokenizer", help="tokenizer.json, instead of the corpus's own")
     parser.add_argument("--seconds", type=float, help="time for each stage")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--devices", type=int, default=1, help="that share each training step")
     options = parser.parse_args(arguments)
-    for stage in STAGES if "all" in options.stages else options.stages:
+    stages = STAGES if "all" in options.stages else options.stages
+    shared = {name: getattr(options, name) for name in ("config", "seconds", "seed", "devices")}
+    for stage in stages:  # all of them, before the first one computes
+        check_stage(stage, **shared)
+    for stage in stages:
         entry = train_stage(
-            stage,
-            options.corpus,
-            options.out,
-            config=options.config,
-            tokenizer=options.tokenizer,
-            seconds=options.seconds,
-            seed=options.seed,
+            stage, options.corpus, options.out, tokenizer=options.tokenizer, **shared
         )
         print(f"{stage}: done in {entry['seconds']} s on {entry['device']}", flush=True)
 

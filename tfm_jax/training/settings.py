@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,12 @@ def read_settings(path: Path) -> dict[str, Any]:
     if problems:
         raise ConfigError(f"{path}: {', '.join(problems)}")
     return settings
+
+
+def check_seconds(name: str, value: float) -> None:
+    """Raises ValueError if a length of time is not finite and positive."""
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} must be finite and positive, got {value}")
 
 
 def stage_settings(settings: Mapping[str, Any], stage: str) -> dict[str, Any]:
