@@ -5,9 +5,15 @@ import pathlib
 
 import jax
 
+Event = tuple[float, float, str]  # start and end in nanoseconds, name
 
-def kernels(folder: str | pathlib.Path) -> list[tuple[float, float, str]]:
-    """Every kernel and copy of a trace: (start, end, name), in nanoseconds, in order of start."""
+
+def kernels(folder: str | pathlib.Path) -> list[Event]:
+    """Every kernel and copy of a trace, in order of start.
+
+    Raises:
+      ValueError: there is none.
+    """
     found = []
     for path in pathlib.Path(folder).rglob("*.xplane.pb"):
         for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
@@ -16,29 +22,24 @@ def kernels(folder: str | pathlib.Path) -> list[tuple[float, float, str]]:
             for line in plane.lines:
                 if line.name.startswith("Stream"):
                     found += [(e.start_ns, e.start_ns + e.duration_ns, e.name) for e in line.events]
+    if not found:
+        raise ValueError(f"{folder} holds no device events")
     return sorted(found)
 
 
-def busy(folder: str | pathlib.Path) -> tuple[float, int]:
+def busy(events: list[Event]) -> tuple[float, int]:
     """Nanoseconds in which any kernel or copy runs, and how many there are."""
-    events, gaps = _gaps(folder)
-    return _length(events) - sum(gaps), len(events)
+    length = max(end for _, end, _ in events) - events[0][0]
+    return length - sum(_gaps(events)), len(events)
 
 
-def _gaps(folder: str | pathlib.Path) -> tuple[list[tuple[float, float, str]], list[float]]:
-    """All events, and the nanoseconds between one that ends last so far and the next."""
-    events = kernels(folder)
-    if not events:
-        raise ValueError(f"{folder} holds no device events")
+def _gaps(events: list[Event]) -> list[float]:
+    """Nanoseconds between what ends last so far and each event."""
     gaps, reached = [], events[0][0]
     for start, end, _ in events:
         gaps.append(max(0.0, start - reached))
         reached = max(reached, end)
-    return events, gaps
-
-
-def _length(events: list[tuple[float, float, str]]) -> float:
-    return max(end for _, end, _ in events) - events[0][0]
+    return gaps
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -51,10 +52,10 @@ class Kind:
     count: int = 0
 
 
-def by_name(folder: str | pathlib.Path) -> list[Kind]:
+def by_name(events: list[Event]) -> list[Kind]:
     """Every kind of kernel, the longest first."""
     found: dict[str, Kind] = {}
-    for (start, end, name), gap in zip(*_gaps(folder), strict=True):
+    for (start, end, name), gap in zip(events, _gaps(events), strict=True):
         kind = found.setdefault(name, Kind(name=name))
         kind.us += (end - start) / 1e3
         kind.idle_us += gap / 1e3

@@ -32,7 +32,7 @@ from rich.table import Table
 from experiments.checkout import commit_id
 from experiments.kernels import matrix_rate, read_rate
 from experiments.loops import compile_loop
-from experiments.profiles import busy, by_name
+from experiments.profiles import busy, by_name, kernels
 from experiments.progress import log
 from experiments.store import store
 from pallas_kernels.benchmark import Chain, compile_chain
@@ -223,8 +223,9 @@ def profile_rounds(bench: Bench, program: Program, round_ms: float) -> dict[str,
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(program.compiled(trio, state, request, jnp.int32(2 + ROUNDS)))
-        nanoseconds, kernels = busy(folder)
-        kinds = by_name(folder)
+        events = kernels(folder)
+    nanoseconds, count = busy(events)
+    kinds = by_name(events)
     rounds = sum(kind.count for kind in kinds if kind.name.startswith(ONCE_A_ROUND))
     if not rounds:
         log(f"{setting.name}: no profile, since it holds no {ONCE_A_ROUND}")
@@ -233,7 +234,7 @@ def profile_rounds(bench: Bench, program: Program, round_ms: float) -> dict[str,
     return {
         "kernels_ms": round(kernels_ms, 3),
         "idle_share": round(1 - kernels_ms / round_ms, 4),
-        "kernels_a_round": round(kernels / rounds, 1),
+        "kernels_a_round": round(count / rounds, 1),
         "longest_kernels": [
             {"name": kind.name[:80]}
             | {n: round(getattr(kind, n) / rounds, 1) for n in ("us", "idle_us", "count")}

@@ -16,15 +16,10 @@ EVENTS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def events(monkeypatch):
-    monkeypatch.setattr(profiles, "kernels", lambda folder: list(folder))
-
-
-def test_time_is_counted_once_where_kernels_overlap():
+def test_time_is_counted_once_where_kernels_overlap(tmp_path):
     assert profiles.busy(EVENTS) == (3500.0, 4)
     with pytest.raises(ValueError, match="holds no device events"):
-        profiles.busy([])
+        profiles.kernels(tmp_path)
 
 
 def test_kinds_know_how_long_they_run_and_what_was_waited_for():
