@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import numpy as np
 
 from experiments.recipes import Learning, Networks, compile_step, train, with_weaver
 from tfm_jax.decoding.state import Trio
-from tfm_jax.training.continuations import Continuations
 from tfm_jax.training.trainer import Step
 from tfm_jax.training.weaver import WeaverRecipe, initial_weaver
 
@@ -107,7 +106,7 @@ def train_arms(
     starts: Mapping[str, Start],
     learning: Learning,
     recipe: WeaverRecipe,
-    texts: Continuations,
+    batches: Callable[[int], Any],
     log: Path,
 ) -> list[Arm]:
     """Trains each Weaver for the optimiser's steps, one after the other.
@@ -115,12 +114,11 @@ def train_arms(
     Args:
       starts: see `compile_arms`.
       learning, recipe: as they were compiled for.
-      texts: to learn from.
+      batches: see `Continuations.batches`.
       log: JSON-lines file to append metrics to.
     """
     arms = []
     for name, start in starts.items():
-        usable = texts.usable(start.networks.config.depth)
         params, facts = train(
             name,
             start.networks,
@@ -128,7 +126,7 @@ def train_arms(
             recipe,
             start.networks.first,
             start.step,
-            usable.batches(recipe.rows, learning.seed),
+            batches,
             first=0,
             seconds=None,
             log=log,

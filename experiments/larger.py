@@ -23,8 +23,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 import tfm_jax
 from experiments.acceptance import DOMAINS, load_prompts
 from experiments.capacity import Size, compile_arms, train_arms
@@ -46,11 +44,10 @@ from experiments.text_sets import (
 from pallas_kernels.choice import automatic
 from tfm_jax.decoding.state import Trio
 from tfm_jax.model import POCKET, Model, directory
-from tfm_jax.models.qwen36 import Verifier
 from tfm_jax.training.pocket import STAGES, check_stage, heldout_windows, train_stage
 from tfm_jax.training.settings import check_seconds
 from tfm_jax.training.texts import write_continuations
-from tfm_jax.training.verifier import next_token_loss
+from tfm_jax.training.verifier import text_losses
 
 CONFIG = Path(__file__).parents[1] / "configs" / "larger.json"
 MEASURING = ("measure", "capacity")
@@ -187,7 +184,8 @@ def measure(trio: str, model: Model, work: Work) -> Measurement:
     """All methods with a trio's own Weaver, and how well its verifier predicts held-back text."""
     begin = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        nats = pool.submit(heldout_nats, model.trio.verifier, work.corpus)
+        windows = heldout_windows(work.corpus, WINDOW)
+        nats = pool.submit(text_losses, model.trio.verifier, windows)
         sets = make_sets(model, work.corpus, work.prompting)
         log(f"larger: {trio}: texts to measure along", begin)
         rounds: dict[str, dict[str, Measured]] = {}
@@ -200,13 +198,6 @@ def measure(trio: str, model: Model, work: Work) -> Measurement:
                 rows += rows_beside(names, texts, own, bases)
             log(f"larger: {trio}: all methods along {prompts} texts", begin)
         return Measurement(sets=sets, rounds=rounds, rows=rows, nats=nats.result())
-
-
-def heldout_nats(verifier: Verifier, corpus: Path) -> dict[str, float]:
-    """Mean cross-entropy of held-back windows, the same for every verifier of a vocabulary."""
-    loss = jax.jit(next_token_loss)
-    windows = heldout_windows(corpus, WINDOW)
-    return {name: round(float(loss(verifier, tokens)), 4) for name, tokens in windows.items()}
 
 
 def networks_of(trio: str, folder: Path, model: Model) -> list[dict[str, Any]]:
@@ -268,7 +259,8 @@ def capacity_step(work: Work, learning: Learning, text_seconds: float) -> None:
         seed=learning.seed,
         seconds=text_seconds,
     )
-    arms = train_arms(starts.result(), learning, RECIPE, written, metrics)
+    batches = written.usable(networks.config.depth).batches(RECIPE.rows, learning.seed)
+    arms = train_arms(starts.result(), learning, RECIPE, batches, metrics)
     rows = list(found.rows)
     for arm in arms:
         for prompts, texts in found.sets.items():

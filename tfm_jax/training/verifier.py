@@ -95,5 +95,10 @@ def heldout_loss(
 ) -> dict[str, float]:
     """Mean cross-entropy in nats of held-back tokens [B, T + 1], for each name."""
     graph, _ = nnx.split(nnx.eval_shape(lambda: Verifier(config, rngs=nnx.Rngs(0))))
-    loss = jax.jit(lambda params, tokens: next_token_loss(fill(graph, params), tokens))
-    return {name: round(float(loss(params, tokens)), 4) for name, tokens in texts.items()}
+    return text_losses(fill(graph, params), texts)
+
+
+def text_losses(verifier: Verifier, texts: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Mean cross-entropy in nats of tokens [B, T + 1], for each name."""
+    loss = jax.jit(next_token_loss)
+    return {name: round(float(loss(verifier, tokens)), 4) for name, tokens in texts.items()}
