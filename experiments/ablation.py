@@ -153,6 +153,7 @@ class Sample:
     request: Request
 
 
+@automatic("xla")  # many trees at once: the kernels are made for a single one
 def measure(
     model: Model,
     *,
@@ -222,6 +223,7 @@ def measure(
             "new_tokens": new_tokens,
             "longest_prompt": longest_prompt,
             "shared_noise": True,
+            "operations": "xla",
             "without": "a state that Weaver is left without is replaced by its mean over contexts",
             "prompt_form": "plain continuation, no chat template; end tokens do not stop",
         },
@@ -328,17 +330,15 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--new-tokens", type=int, default=128)
     options = parser.parse_args(arguments)
-    with automatic("xla"):  # many trees at once: the kernels are made for a single one
-        result = measure(
-            tfm_jax.load(options.model, dtype=options.dtype),
-            temperatures=options.temperatures,
-            count=options.count,
-            new_tokens=options.new_tokens,
-            longest_prompt=options.longest_prompt,
-            domains=options.domains,
-            name=options.model,
-        )
-    result["setting"]["operations"] = "xla"
+    result = measure(
+        tfm_jax.load(options.model, dtype=options.dtype),
+        temperatures=options.temperatures,
+        count=options.count,
+        new_tokens=options.new_tokens,
+        longest_prompt=options.longest_prompt,
+        domains=options.domains,
+        name=options.model,
+    )
     store(options.out, result)
     if options.json:
         print(json.dumps(result))

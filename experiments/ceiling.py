@@ -151,6 +151,7 @@ def doublings(samples: int) -> list[int]:
     return [FEWEST << i for i in range((samples // FEWEST).bit_length())]
 
 
+@automatic("xla")  # many continuations at once: the kernels are made for a single one
 def measure(
     model: Model,
     *,
@@ -233,6 +234,7 @@ def measure(
             "stride": stride,
             "samples": samples,
             "pool": POOL,
+            "operations": "xla",
             "texts": "the verifier's own after each prompt, no chat template; end tokens do not "
             "stop; every depth along the verifier's path, whether or not the draft held before",
         },
@@ -331,18 +333,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=128, help="continuations an anchor")
     parser.add_argument("--anchors", type=int, default=4, help="contexts a prompt")
     options = parser.parse_args(arguments)
-    with automatic("xla"):  # many continuations at once: the kernels are made for a single one
-        result = measure(
-            tfm_jax.load(options.model, dtype=options.dtype),
-            temperatures=options.temperatures,
-            count=options.count,
-            samples=options.samples,
-            anchors=options.anchors,
-            longest_prompt=options.longest_prompt,
-            domains=options.domains,
-            name=options.model,
-        )
-    result["setting"]["operations"] = "xla"
+    result = measure(
+        tfm_jax.load(options.model, dtype=options.dtype),
+        temperatures=options.temperatures,
+        count=options.count,
+        samples=options.samples,
+        anchors=options.anchors,
+        longest_prompt=options.longest_prompt,
+        domains=options.domains,
+        name=options.model,
+    )
     store(options.out, result)
     if options.json:
         print(json.dumps(result))
