@@ -18,6 +18,7 @@ import numpy as np
 import tfm_jax
 from experiments import bootstrap
 from experiments.checkout import commit_id
+from experiments.store import store
 from tfm_jax.config import Sampling, TreeConfig
 from tfm_jax.model import POCKET, Generation, Model
 
@@ -162,8 +163,7 @@ def main(
     loaded = tfm_jax.load(model, dtype=dtype)
     result = measure(loaded, budgets=budgets, count=count, new_tokens=new_tokens, name=model)
     result["macro"] = summarise(result["rows"])
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    store(out, result)
     for row in result["macro"]:
         print(row)
 
