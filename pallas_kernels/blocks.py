@@ -26,20 +26,29 @@ def load(ref, *index, when: jax.Array | None = None) -> jax.Array:
 
     With a false `when`, a scalar, nothing is read and all is zero.
     """
-    index, mask = _inside(ref.shape, index)
-    if when is not None:
-        block = tuple(i.size for i in index if isinstance(i, pl.Slice))
-        when = jnp.broadcast_to(when, block)
-        mask = when if mask is None else mask & when
+    index, mask = _masked(ref.shape, index, when)
     if mask is None:
         return pltriton.load(ref.at[index])
     return pltriton.load(ref.at[index], mask=mask, other=jnp.zeros((), ref.dtype))
 
 
-def store(ref, value: jax.Array, *index) -> None:
-    """Writes `value` to `ref[index]`, leaving out what lies outside the array."""
-    index, mask = _inside(ref.shape, index)
+def store(ref, value: jax.Array, *index, when: jax.Array | None = None) -> None:
+    """Writes `value` to `ref[index]`, leaving out what lies outside the array.
+
+    With a false `when`, a scalar, nothing is written.
+    """
+    index, mask = _masked(ref.shape, index, when)
     pltriton.store(ref.at[index], value, mask=mask)
+
+
+def _masked(shape, index, when: jax.Array | None) -> tuple[tuple, jax.Array | None]:
+    """`_inside`, with nothing inside for a false `when`."""
+    index, mask = _inside(shape, index)
+    if when is not None:
+        block = tuple(i.size for i in index if isinstance(i, pl.Slice))
+        when = jnp.broadcast_to(when, block)
+        mask = when if mask is None else mask & when
+    return index, mask
 
 
 def _inside(shape: tuple[int, ...], index) -> tuple[tuple, jax.Array | None]:

@@ -73,7 +73,7 @@ REAL = tuple(
     Spec(name=f"real_{name}_{rows}", rows=rows, inputs=inputs, outputs=outputs, parts=parts)
     for name, (outputs, inputs, parts) in SHAPES.items()
     for rows in (1, 65, 129)
-    if name in ("in", "out", "down")
+    if name != "qkv"
 )
 
 

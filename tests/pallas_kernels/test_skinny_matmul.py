@@ -66,6 +66,41 @@ def test_other_cuts(config):
     assert error(result, solve(arguments)) < SUMMED
 
 
+@pytest.mark.parametrize(
+    ("wave", "splits", "rows"),
+    [
+        (3, 4, 66),  # a wave of three blocks, the two left over shared by four
+        (2, 3, 1),
+        (9, 2, 17),  # no whole wave
+        (5, 2, 17),  # nothing left over
+        (1, 2, 5),
+    ],
+)
+def test_blocks_left_over_are_shared(wave, splits, rows):
+    arguments = make_inputs(Spec(name="", rows=rows, inputs=320, outputs=136))
+    config = pallas.Config(block_n=32, splits=splits, wave=wave)
+    result = jax.jit(functools.partial(pallas.multiply, config=config, interpret=True))(*arguments)
+    assert result.shape == (rows, 136)
+    assert result.dtype == jnp.bfloat16
+    assert error(result, solve(arguments)) < ROUNDED
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "wave", "splits"),
+    [
+        (34816, 5120, 132, 16),  # 272 blocks: two waves and 8
+        (34816, 1024, 132, 4),
+        (24576, 4096, 132, 2),
+        (33792, 5120, None, 1),  # 264 blocks
+        (16480, 5120, None, 1),  # less than a wave
+        (30000, 5120, None, 1),  # 103 left over: no two programs for each
+    ],
+)
+def test_default_cut_shares_what_a_wave_leaves(outputs, inputs, wave, splits):
+    config = pallas.default_config(65, outputs, inputs, parts=False)
+    assert (config.wave, config.splits) == (wave, splits)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_rows_do_not_mix(implementation):
     """NaN in one row, or in one row of the weight, stays there."""
@@ -127,7 +162,7 @@ def choose_on_a_gpu(monkeypatch, rows: int, outputs: int, **rest) -> str:
         (65, 200, {}, "pallas"),
         (1, 200, {}, "pallas"),
         (80, 200, {"parts": True}, "pallas"),
-        (65, 30000, {}, "xla"),
+        (65, 30000, {}, "pallas"),
         (81, 200, {"parts": True}, "xla"),
         (145, 200, {}, "xla"),
         (65, 200, {"dtype": "float32"}, "xla"),
@@ -192,6 +227,7 @@ def test_refuses_bad_arguments(change, error, message):
         ({"block_k": 8}, "block_k must be a power of two >= 16, got 8"),
         ({"num_warps": 3}, "num_warps must be a power of two >= 1, got 3"),
         ({"splits": 0}, "must be at least 1"),
+        ({"wave": 0}, "must be at least 1"),
     ],
 )
 def test_configuration_refuses_sizes(change, message):
@@ -202,3 +238,8 @@ def test_configuration_refuses_sizes(change, message):
 def test_splits_need_parts():
     with pytest.raises(ValueError, match="2 splits comes in parts"):
         pallas.multiply(*make_inputs(SMALL[0]), config=pallas.Config(splits=2), interpret=True)
+
+
+def test_parts_have_no_waves():
+    with pytest.raises(ValueError, match="all its blocks shared"):
+        pallas.multiply(*make_inputs(SMALL[8]), True, config=pallas.Config(wave=2), interpret=True)

@@ -1,6 +1,7 @@
 """The compiled product of a few rows on the cases of `specs.py`."""
 
 import concurrent.futures
+import dataclasses
 import functools
 
 import jax
@@ -21,6 +22,7 @@ CUTS = {
     "more_splits_than_steps": pallas.Config(splits=30),
 }
 CUT = Spec(name="cut", rows=66, inputs=1600, outputs=136, parts=True)
+WAVES = pallas.Config(block_n=32, splits=4, wave=3)
 
 
 def specs(cases):
@@ -44,6 +46,7 @@ def compiled():
     }
     for name, config in CUTS.items():
         jobs[name] = (CUT, functools.partial(pallas.multiply, parts=True, config=config))
+    jobs["waves"] = (CUT, functools.partial(pallas.multiply, config=WAVES))
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         return dict(zip(jobs, pool.map(build, jobs.values()), strict=True))
 
@@ -63,6 +66,10 @@ def test_values(compiled, spec):
 @pytest.mark.parametrize("cut", CUTS)
 def test_other_cuts(compiled, cut):
     check(compiled[cut], CUT)
+
+
+def test_blocks_left_over_are_shared(compiled):
+    check(compiled["waves"], dataclasses.replace(CUT, parts=False))
 
 
 @specs((SMALL[4], SMALL[9]))
