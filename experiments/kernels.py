@@ -30,6 +30,7 @@ from experiments.checkout import commit_id
 from experiments.progress import log
 from experiments.timings.case import Candidate, Case
 from pallas_kernels.benchmark import Chain, Timing, compile_chain
+from tfm_jax.training.arithmetic import matrix_rate
 
 OPS = (
     "gdn_tree",
@@ -53,15 +54,6 @@ def read_rate() -> float:
     total = lambda token, x: (jnp.sum(x, dtype=jnp.float32, keepdims=True) + token,)
     timing = compile_chain(total, sets, rounds=4).measure()
     return sets[0][0].nbytes / (timing.median_us * 1e-6)
-
-
-def matrix_rate() -> float:
-    """Floating-point operations per second of a large bfloat16 product."""
-    size = 8192
-    a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
-    product = lambda token, x: ((x + token.astype(x.dtype)) @ x,)
-    timing = compile_chain(product, [(a,)], rounds=8).measure()
-    return 2 * size**3 / (timing.median_us * 1e-6)
 
 
 def gate(case: Case, candidate: Candidate) -> float:

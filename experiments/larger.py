@@ -60,7 +60,20 @@ LEARNING = Learning(seed=3)
 RECIPE = RECIPES["within reach"]  # the best without noise
 SIZES = {"as it is": Size(blocks=1, inner=384), "enlarged": Size(blocks=2, inner=1536)}
 # What is shown of a stage's entry in `provenance.json`, and what of it is stored.
-_SHOWN = ("parameters", "steps", "skipped_steps", "texts", "tokens", "seconds")
+_SHOWN = (
+    "parameters",
+    "steps",
+    "skipped_steps",
+    "texts",
+    "tokens",
+    "seconds",
+    "steps_per_second",
+    "tokens_per_second",
+    "flops_per_step",
+    "tflops_per_second",
+    "matrix_tflops_per_second",
+    "share_of_matrix_rate",
+)
 _FACTS = (
     *_SHOWN,
     "heldout_nats_per_token",

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.checkout import commit_id
-from experiments.kernels import matrix_rate, read_rate
+from experiments.kernels import read_rate
 from experiments.loops import compile_loop
 from experiments.profiles import busy, by_name, kernels
 from experiments.progress import log
@@ -53,6 +53,7 @@ from tfm_jax.decoding.state import (
 )
 from tfm_jax.decoding.verify import verify
 from tfm_jax.model import random_model
+from tfm_jax.training.arithmetic import matrix_rate
 from tfm_jax.tree import NO_PARENT, ROOT, Tree
 
 RESULTS = pathlib.Path(__file__).parent / "results"

@@ -140,6 +140,12 @@ def test_all_steps(corpus: Path, tmp_path: Path, monkeypatch, capsys) -> None:  
     assert len(result["networks"][0]["corpus_tokens_sha256"]) == 64
     assert "devices" in result["networks"][0]
     assert "devices" not in result["networks"][1]
+    assert "flops_per_step" not in result["networks"][1]
+    for row in (result["networks"][i] for i in (0, 2, 3)):
+        rate = row["flops_per_step"] * row["steps_per_second"] / 1e12
+        assert row["tflops_per_second"] == pytest.approx(rate, abs=1e-4)
+        share = rate / row["matrix_tflops_per_second"]
+        assert row["share_of_matrix_rate"] == pytest.approx(share, abs=1e-3)
     assert [(row["blocks"], row["steps"]) for row in result["training"]] == [(1, 7), (2, 7)]
     log = [json.loads(line) for line in (out / "capacity.jsonl").read_text().splitlines()]
     assert [(line["title"], line["step"]) for line in log] == [("as it is", 7), ("enlarged", 7)]
@@ -235,6 +241,21 @@ def test_a_trio_of_missing_parts_is_refused(networks: Networks, tmp_path: Path) 
     without = dataclasses.replace(networks.model, trio=networks.frozen)
     with pytest.raises(ValueError, match="networks missing: weaver"):
         larger.networks_of("larger", tmp_path, without)
+
+
+def test_a_stage_states_its_rates(networks: Networks, tmp_path: Path) -> None:
+    rates = {
+        "steps_per_second": 2.5,
+        "tokens_per_second": 80.0,
+        "flops_per_step": 10**12,
+        "tflops_per_second": 2.5,
+        "matrix_tflops_per_second": 8.0,
+        "share_of_matrix_rate": 0.3125,
+    }
+    entries = {stage: {} if stage == "continuations" else rates for stage in STAGES}
+    (tmp_path / "provenance.json").write_text(json.dumps(entries))
+    for row in larger.networks_of("larger", tmp_path, networks.model):
+        assert entries[row["stage"]].items() <= row.items()
 
 
 def test_bad_counts_are_refused() -> None:

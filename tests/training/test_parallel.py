@@ -33,6 +33,7 @@ texts = Continuations(
 )
 networks = Verifier(VERIFIER, rngs=nnx.Rngs(1)), Drafter(DRAFTER, rngs=nnx.Rngs(2))
 recipe = WeaverRecipe(rows=4, anchors=3, nodes=8, noise=0.5)
+counts = set()
 
 def train(devices, folder=None, stop=4):
     losses = []
@@ -41,6 +42,7 @@ def train(devices, folder=None, stop=4):
         if values["step"] == stop:
             raise RuntimeError("stopped")
         losses.append(values["loss"])
+        counts.add(values["flops_per_step"])
 
     with contextlib.ExitStack() as stack:
         checkpoints = folder and stack.enter_context(Checkpoints(folder, {}, every=0))
@@ -68,6 +70,7 @@ except ValueError as error:
 np.testing.assert_allclose(split_losses, losses, rtol=1e-4)
 np.testing.assert_allclose(last, losses[2:], rtol=1e-4)
 assert len(set(losses)) == 3
+assert len(counts) == 1, counts
 moved = 0.0
 start = initial_weaver(WEAVER)
 for path in one:

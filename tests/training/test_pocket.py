@@ -109,6 +109,15 @@ def test_all_stages(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture)
         assert len(entry["corpus_manifest_sha256"]) == 64
         assert len(entry["corpus_tokens_sha256"]) == 64
     assert entries["verifier"]["tokens"] == last["verifier"]["step"] * 4 * 64
+    for name in ("verifier", "dflash", "weaver"):
+        entry = entries[name]
+        assert entry["flops_per_step"] == last[name]["flops_per_step"] > 0
+        assert entry["tokens_per_second"] == last[name]["tokens_per_second"]
+        rate = entry["flops_per_step"] * entry["steps_per_second"] / 1e12
+        assert entry["tflops_per_second"] == pytest.approx(rate, abs=1e-4)
+        share = rate / entry["matrix_tflops_per_second"]
+        assert entry["share_of_matrix_rate"] == pytest.approx(share, abs=1e-3)
+        assert 0 < entry["share_of_matrix_rate"] < 1
 
 
 def test_tokenizer_and_configuration_must_fit(corpus: Path, tmp_path: Path) -> None:

@@ -59,14 +59,18 @@ def test_a_step_compiled_ahead_is_taken() -> None:
     optimiser = make_optimiser(config)
     state = jax.eval_shape(lambda: start(params(), optimiser, 1))
     step = make_step(quadratic, optimiser, config, 5).lower(state, np.float32(1)).compile()
-    plain = fit(params(), quadratic, lambda _: np.float32(1), config, seed=5)
+    records = []
+    told = {"seed": 5, "on_record": records.append}
+    plain = fit(params(), quadratic, lambda _: np.float32(1), config, **told)
 
     def never(*_):
         raise AssertionError("the loss was traced again")
 
-    ahead = fit(params(), never, lambda _: np.float32(1), config, seed=5, step=step)
+    ahead = fit(params(), never, lambda _: np.float32(1), config, step=step, **told)
     for name, value in plain.params.items():
         np.testing.assert_array_equal(value, ahead.params[name])
+    assert records[0]["flops_per_step"] > 0
+    assert "flops_per_step" not in records[1]
 
 
 def test_updates_equal_muon_and_adamw_of_single_parameters() -> None:

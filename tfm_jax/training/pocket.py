@@ -28,10 +28,12 @@ from tfm_jax.models.dflash import Drafter
 from tfm_jax.models.qwen36 import Verifier
 from tfm_jax.presets import Geometry, parse_geometry
 from tfm_jax.text import load_tokenizer
+from tfm_jax.training.arithmetic import rates_of
 from tfm_jax.training.batches import MIXTURE, PACKED, TokenBatches, load_streams
 from tfm_jax.training.continuations import Continuations
 from tfm_jax.training.dflash import DrafterRecipe, train_drafter
 from tfm_jax.training.parallel import Spread
+from tfm_jax.training.report import read_log
 from tfm_jax.training.settings import check_seconds
 from tfm_jax.training.texts import write_continuations
 from tfm_jax.training.tokenizer import END_OF_TEXT, MASK, TURN_END, domain_shares
@@ -210,7 +212,7 @@ def _verifier(run: Run) -> dict[str, Any]:
     loss = heldout_loss(config, compute_copy(state.params), windows)
     print("verifier: held-back nats per token ", loss, flush=True)
     return {
-        **_steps(state, rows * length),
+        **_trained(run, state, rows * length),
         "corpus_tokens": {name: len(stream) for name, stream in streams.items()},
         "mixture": mixture,
         "heldout_nats_per_token": loss,
@@ -252,7 +254,7 @@ def _drafter(run: Run) -> dict[str, Any]:
         spread=run.spread,
     )
     _export(run, "dflash", config, state)
-    return _steps(state, recipe.rows * texts.tokens.shape[1])
+    return _trained(run, state, recipe.rows * texts.tokens.shape[1])
 
 
 def _weaver(run: Run) -> dict[str, Any]:
@@ -273,7 +275,7 @@ def _weaver(run: Run) -> dict[str, Any]:
         spread=run.spread,
     )
     _export(run, "weaver", config, state)
-    return _steps(state, recipe.rows * texts.tokens.shape[1])
+    return _trained(run, state, recipe.rows * texts.tokens.shape[1])
 
 
 def _export(
@@ -286,14 +288,15 @@ def _export(
     write_hf(run.out / name, config, params, dtype="bfloat16", overwrite=True)
 
 
-def _steps(state: TrainState, tokens: int) -> dict[str, int]:
-    """What a training run did, at `tokens` tokens a step."""
+def _trained(run: Run, state: TrainState, tokens: int) -> dict[str, float]:
+    """What a training run did, at `tokens` tokens a step, and how fast."""
     steps = int(state.step)
     return {
         "steps": steps,
         "skipped_steps": int(state.skipped),
         "tokens": steps * tokens,
         "parameters": sum(value.size for value in state.params.values()),
+        **rates_of(read_log(run.log)[-1], run.spread.count),
     }
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from tfm_jax.training.arithmetic import count_flops
 from tfm_jax.training.checkpoint import Checkpoints
 from tfm_jax.training.parallel import Spread
 from tfm_jax.training.report import Record, Reporter, rewind
@@ -281,15 +282,17 @@ def fit(
         repeated with the `steps` of its last log line.
       dtype: to compute in.
       tokens: of a batch, for the rate.
-      facts: further entries of every log line.
+      facts: further entries of every log line, beside the `flops_per_step` (see `count_flops`).
       checkpoints: where the run goes on from, if there are any, and saves its state to. With a
         number of steps (no `seconds`) it ends in the same bits as one that was never stopped.
       on_record: called with what each log line holds.
       spread: devices to train on; `batches` puts batches there, see `Spread.split`.
-      step: what `make_step` made of the same arguments, where it was compiled ahead.
+      step: what `make_step` made of the same arguments, where it was compiled ahead; its
+        operations are not counted.
     """
     spread = spread or Spread()
     optimiser = make_optimiser(config)
+    ahead = step is not None
     step = step or make_step(loss, optimiser, config, seed, dtype, spread)
     state, elapsed = spread.copy(start(params, optimiser, config.steps)), 0.0
     if checkpoints is not None:
@@ -298,6 +301,9 @@ def fit(
             rewind(log, title, int(state.step))
     done = int(state.step)
     pace = _Pace(first=done, begin=time.monotonic() - elapsed, seconds=seconds)
+    facts = dict(facts or {})
+    if not ahead:
+        facts["flops_per_step"] = count_flops(step, state, batches(0))
     state = dataclasses.replace(state, total=jnp.int32(pace.least(int(state.total))))
     total = int(state.total)
     reporter = Reporter(title, log=log, on_record=on_record, skipped=int(state.skipped))
@@ -320,7 +326,7 @@ def fit(
                         "steps": total,
                         "seconds": round(pace.elapsed, 1),
                         **{f"{name}_per_second": round(rate, 3) for name, rate in rates.items()},
-                        **(facts or {}),
+                        **facts,
                         **values,
                     }
                 )

@@ -17,6 +17,7 @@ from tfm_jax.training.parallel import Spread
 from tfm_jax.training.report import Record
 from tfm_jax.training.trainer import (
     BFLOAT16,
+    Loss,
     OptimiserConfig,
     Params,
     TrainState,
@@ -49,20 +50,10 @@ def train_verifier(
       seed: of the initial weights.
       log, log_every, seconds, dtype, checkpoints, on_record, spread: see `fit`.
     """
-    module = Verifier(config, rngs=nnx.Rngs(seed))
-    graph, _ = nnx.split(module)
-
-    def loss(
-        params: Params, tokens: jax.Array, key: jax.Array
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        del key
-        value = next_token_loss(fill(graph, params), tokens)
-        return value, {"bits_per_token": value / jnp.log(2.0)}
-
     spread = spread or Spread()
     return fit(
-        flatten(module),
-        loss,
+        flatten(Verifier(config, rngs=nnx.Rngs(seed))),
+        verifier_objective(config),
         lambda step: spread.split(batches(step)),
         optimiser,
         seed=seed,
@@ -76,6 +67,20 @@ def train_verifier(
         on_record=on_record,
         spread=spread,
     )
+
+
+def verifier_objective(config: VerifierConfig) -> Loss:
+    """`next_token_loss` as a function of parameters, tokens [B, T + 1] and an unused key."""
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Verifier(config, rngs=nnx.Rngs(0))))
+
+    def loss(
+        params: Params, tokens: jax.Array, key: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        del key
+        value = next_token_loss(fill(graph, params), tokens)
+        return value, {"bits_per_token": value / jnp.log(2.0)}
+
+    return loss
 
 
 def next_token_loss(verifier: Verifier, tokens: jax.Array) -> jax.Array:
