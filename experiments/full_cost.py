@@ -430,9 +430,9 @@ def main(arguments: list[str] | None = None) -> None:
                 apart += differences(bench, one, runs, reference, prompts)
             (mean,) = macro(new)
             log(f"{one.name} T={temperature:g}: {mean}")
-        result = {"setting": setting | {"checks": checks, **_peak()}, "rows": rows}
-        result |= {"macro": macro(rows), "differences": apart}
-        store(path, result)
+            result = {"setting": setting | {"checks": checks, **_peak()}, "rows": rows}
+            result |= {"macro": macro(rows), "differences": apart}
+            store(path, result)
     if options.json:
         print(json.dumps(result, indent=1))
     else:

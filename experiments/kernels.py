@@ -19,6 +19,7 @@ import os
 import pathlib
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from rich.table import Table
 
 from experiments.checkout import commit_id
 from experiments.progress import log
+from experiments.store import store
 from experiments.timings.case import Candidate, Case
 from pallas_kernels.benchmark import Chain, Timing, compile_chain
 from tfm_jax.training.arithmetic import matrix_rate
@@ -85,12 +87,16 @@ class Row:
 
 
 Report = dict[str, list[Row]]
+Rates = dict[str, float]
 
 
-def time_ops(ops: list[str], sweep: bool, patience: float) -> tuple[Report, dict[str, float]]:
+def time_ops(
+    ops: list[str], sweep: bool, patience: float, keep: Callable[[Report, Rates], None]
+) -> tuple[Report, Rates]:
     """Compiles all candidates side by side, then times them one by one; also the card's rates.
 
-    What has not been compiled after `patience` seconds is reported and left out.
+    What has not been compiled after `patience` seconds is reported and left out. Before each
+    further operation `keep` is called with those that are done.
     """
     started = time.perf_counter()
     pool = concurrent.futures.ThreadPoolExecutor(max((os.cpu_count() or 1) - 2, 2))
@@ -128,8 +134,11 @@ def time_ops(ops: list[str], sweep: bool, patience: float) -> tuple[Report, dict
 
     rates = {"read_bandwidth_gbs": read_rate() / 1e9, "matrix_tflops": matrix_rate() / 1e12}
     log(", ".join(f"{name} {value:.0f}" for name, value in rates.items()))
-    overhead = 0.0
+    overhead, done = 0.0, {}
     for op, case, row, candidate, chain, error, seconds in ready:
+        if op not in done and done:
+            keep(done, rates)
+        done[op] = report[op]
         timing = chain.measure()
         if candidate is NOTHING:
             overhead = timing.median_us
@@ -160,7 +169,7 @@ def describe(label: dict[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in label.items())
 
 
-def floors(case: Case, rates: dict[str, float]) -> dict[str, float]:
+def floors(case: Case, rates: Rates) -> dict[str, float]:
     """Microseconds that the traffic and the arithmetic of a call take at the measured rates."""
     memory = case.bytes / (rates["read_bandwidth_gbs"] * 1e3)
     arithmetic = case.flops / (rates["matrix_tflops"] * 1e6)
@@ -207,7 +216,7 @@ def check_ops(ops: list[str]) -> Report:
     return report
 
 
-def show(report: Report, rates: dict[str, float]) -> None:
+def show(report: Report, rates: Rates) -> None:
     """Prints one table an operation: times, ratios to the kernel, floor, error."""
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     for op, rows in report.items():
@@ -251,20 +260,22 @@ def main(arguments: list[str] | None = None) -> None:
     device = jax.devices()[0].device_kind
     setting = {"device": device, "jax": jax.__version__, "commit": commit_id()}
     ops = [op for op in OPS if op in options.ops]
+    path = options.out / f"kernels_{device.replace(' ', '_').lower()}.json"
+
+    def result(found: Report, rates: Rates) -> dict[str, Any]:
+        rows = {op: [row.label | row.found for row in rows] for op, rows in found.items()}
+        return setting | {name: round(rate, 1) for name, rate in rates.items()} | {"ops": rows}
+
+    def keep(found: Report, rates: Rates) -> None:
+        store(path, result(found, rates))
+
     if jax.default_backend() == "gpu":
-        found, rates = time_ops(ops, options.sweep, options.compile_seconds)
+        found, rates = time_ops(ops, options.sweep, options.compile_seconds, keep)
     else:
         found, rates = check_ops(ops), {}
-    report = {
-        **setting,
-        **{name: round(rate, 1) for name, rate in rates.items()},
-        "ops": {op: [row.label | row.found for row in rows] for op, rows in found.items()},
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"kernels_{device.replace(' ', '_').lower()}.json"
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    keep(found, rates)
     if options.json:
-        print(json.dumps(report, indent=1))
+        print(json.dumps(result(found, rates), indent=1))
     else:
         show(found, rates)
     log(f"written to {path}")

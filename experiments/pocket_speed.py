@@ -8,7 +8,6 @@ Rounds of the pocket trio say little about a large model: its weights fit into a
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 
 import tfm_jax
 from experiments.acceptance import DOMAINS, common_setting, load_prompts
+from experiments.store import store
 from tfm_jax.config import TreeConfig
 
 
@@ -65,8 +65,7 @@ def main(out: Path = Path("experiments/results"), dtype: str | None = None) -> N
     """Measures and writes `pocket_speed_<device>.json` into `out`."""
     result = measure(dtype)
     device = result["setting"]["device"].replace(" ", "_").lower()
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"pocket_speed_{device}.json").write_text(json.dumps(result, indent=1) + "\n")
+    store(out / f"pocket_speed_{device}.json", result)
 
 
 if __name__ == "__main__":

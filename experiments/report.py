@@ -61,6 +61,55 @@ def budget_table(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", _acceptance_setting(result)])
 
 
+def larger_table(result: dict[str, Any]) -> str:
+    """Accepted length of the larger trio, what `tfm` gains there, and how it was trained."""
+    setting, networks = result["setting"]["larger"], result["networks"]
+    found: dict[tuple, dict[str, Any]] = {}
+    for row in result["rows"]:
+        key = (row["prompts"], row["temperature"], row["shared_noise"])
+        if row["trio"] == "larger":
+            found.setdefault(key, {})[row["method"]] = row
+    lines = [
+        "| prompts | T | `dflash` | `ddtree` | `tfm` | to `dflash` | to `ddtree` |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for prompts, temperature, shared in sorted(found):
+        own = found[prompts, temperature, shared]
+        noise = "" if temperature == 0 else f", {'' if shared else 'no '}shared noise"
+        means = [f"{own[method]['mean_accepted_length']:.2f}" for method in ("dflash", "ddtree")]
+        tfm = own["tfm"]
+        gains = [f"{tfm[f'to_{x}']:.2f} ({_interval(tfm[f'to_{x}_ci95'])})" for x in _BASES]
+        cells = [prompts, f"{temperature:g}{noise}", *means]
+        lines.append(
+            f"| {' | '.join(cells)} | **{tfm['mean_accepted_length']:.2f}** | {' | '.join(gains)} |"
+        )
+    trained = {row["stage"]: row for row in networks if "share_of_matrix_rate" in row}
+    sizes = [f"{row['parameters'] / 1e6:.1f}M ({stage})" for stage, row in trained.items()]
+    rates = [
+        f"{stage} {row['tokens_per_second'] / 1e3:.0f}k tokens/s, {row['tflops_per_second']:.0f} "
+        f"TFLOP/s, {row['share_of_matrix_rate']:.0%} of the matrix rate measured in the same run"
+        for stage, row in trained.items()
+    ]
+    minutes = sum(row["seconds"] for row in networks if row["trio"] == "larger") / 60
+    lines += [
+        "",
+        f"A trio of {', '.join(sizes)} parameters, trained from nothing in {minutes:.0f} minutes "
+        f"on one {networks[0]['device']}; {setting['count']} prompts of each domain, "
+        f"{setting['new_tokens']} new tokens, B = 64, macro average, 95% intervals paired by "
+        f"prompt; {setting['rounds']} in {setting['dtype']}; jax {setting['jax']}, commit "
+        f"{setting['commit']}. Held-back prompts are begun texts of the corpus that training left "
+        f"out. Training speed: {'; '.join(rates)}. The trio is not in the package.",
+    ]
+    return "\n".join(lines)
+
+
+_BASES = ("dflash", "ddtree")  # what `tfm` is compared with
+
+
+def _interval(ends: list[float]) -> str:
+    return f"{ends[0]:.2f} to {ends[1]:.2f}"
+
+
 def _method(method: str, temperature: float, shared: bool) -> str:
     """A method's name, and above temperature 0 what its trees grow under."""
     if temperature == 0:
@@ -413,6 +462,7 @@ def full_cost_table(result: dict[str, Any]) -> str:
         )
     elif texts:
         parted = f"All {texts} greedy texts are those of plain decoding."
+    note = f" {setting['note']}" if "note" in setting else ""
     logits = setting["checks"].get("logits")
     kept = (
         ""
@@ -430,7 +480,7 @@ def full_cost_table(result: dict[str, Any]) -> str:
         f"{setting['longest_prompt']} tokens, {setting['new_tokens']} new tokens each; w = "
         f"{setting['expand']}, {setting['children']} children, pool {setting['pool']}, shared "
         f"noise {'on' if setting['shared_noise'] else 'off'}; means over domains. "
-        f"{parted}{kept}",
+        f"{parted}{kept}{note}",
     ]
     return "\n".join(lines)
 
@@ -459,6 +509,7 @@ SECTIONS = {
     "headline": ("full_cost_nvidia*.json", headline),
     "acceptance": ("acceptance*.json", acceptance_table),
     "budgets": ("budgets.json", budget_table),
+    "larger": ("larger.json", larger_table),
     "ceiling": ("ceiling.json", ceiling_table),
     "ablation": ("ablation.json", ablation_table),
     "speed": ("pocket_speed_nvidia*.json", speed_table),

@@ -11,17 +11,26 @@ import numpy as np
 
 
 def store(path: Path, result: dict[str, Any]) -> None:
-    """Writes `result`; entries that are lists of rows get a line for each row."""
-    parts = []
-    for name, value in result.items():
-        text = json.dumps(value)
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            text = "[\n  " + ",\n  ".join(json.dumps(row) for row in value) + "\n ]"
-        parts.append(f" {json.dumps(name)}: {text}")
+    """Writes `result`; lists of rows get a line for each row, also those in a dictionary."""
+    parts = [f" {json.dumps(name)}: {_lines(value)}" for name, value in result.items()]
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}-{os.getpid()}")
     partial.write_text("{\n" + ",\n".join(parts) + "\n}\n", "utf-8")
     partial.replace(path)
+
+
+def _lines(value: Any, indent: str = " ") -> str:
+    if isinstance(value, dict) and any(map(_is_rows, value.values())):
+        parts = [f"{indent} {json.dumps(k)}: {_lines(v, indent + ' ')}" for k, v in value.items()]
+        return "{\n" + ",\n".join(parts) + f"\n{indent}}}"
+    if _is_rows(value):
+        rows = f",\n{indent} ".join(json.dumps(row) for row in value)
+        return f"[\n{indent} {rows}\n{indent}]"
+    return json.dumps(value)
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
 def rounded(x: np.ndarray | np.floating) -> Any:

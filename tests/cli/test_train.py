@@ -216,7 +216,7 @@ def spoiled(given: Path, edit) -> str:
     [
         (["--steps", "0"], "steps must be positive, got 0"),
         (["--steps", "5", "--seconds", "9"], "steps and seconds both give the length"),
-        (["--seconds", "-1"], "seconds must be positive, got -1.0"),
+        (["--seconds", "-1"], "seconds must be finite and positive, got -1.0"),
         (["--seed", "-1"], "seed must lie in 0..4294967295, got -1"),
         (["--save-every", "-1"], "save_every must be at least 0"),
         (["--devices", "0"], "devices must be positive, got 0"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from experiments import kernels, step
+from experiments.store import store
 from experiments.timings.case import Candidate, Case
 from pallas_kernels.benchmark import compile_chain
 
@@ -23,6 +25,48 @@ def test_kernels_are_checked_without_a_gpu(tmp_path, capsys):
     assert row["timed"] is False
     assert (row["pallas_error"], row["xla_error"]) == (0, 0)
     assert not any(name.endswith("_us") for name in row)
+
+
+def test_a_stop_loses_only_what_was_not_timed(monkeypatch):
+    """Each operation is kept before the next one is timed."""
+
+    def cases(name):
+        candidate = Candidate(kind="pallas", call=lambda token, x: (x + token,))
+        return [
+            Case(
+                label={"case": name},
+                sets=[(jnp.ones(3),)],
+                candidates=[candidate],
+                error=lambda results: 0.0,
+                tolerance=1e-6,
+                bytes=24,
+            )
+        ]
+
+    loaded = lambda name: SimpleNamespace(cases=lambda tiny, sweep: cases(name))
+    monkeypatch.setattr(kernels, "load", loaded)
+    monkeypatch.setattr(kernels, "read_rate", lambda: 1e9)
+    monkeypatch.setattr(kernels, "matrix_rate", lambda: 1e12)
+    kept = []
+
+    def keep(report, rates):
+        kept.append({op: [dict(row.found) for row in rows] for op, rows in report.items()})
+
+    ops = ["top_k", "add_norm", "commit"]
+    report, rates = kernels.time_ops(ops, sweep=False, patience=60, keep=keep)
+    assert rates == {"read_bandwidth_gbs": 1, "matrix_tflops": 1}
+    assert [list(one) for one in kept] == [["top_k"], ["top_k", "add_norm"]]
+    assert all("pallas_us" in rows[0] for one in kept for rows in one.values())
+    assert list(report) == ops
+
+
+def test_rows_are_stored_a_line_each(tmp_path):
+    result = {"setting": {"a": [1, 2]}, "ops": {"x": [{"n": 1}, {"n": 2}], "y": []}, "rows": []}
+    store(tmp_path / "r.json", result)
+    text = (tmp_path / "r.json").read_text()
+    assert json.loads(text) == result
+    assert [line.strip() for line in text.splitlines()][4:6] == ['{"n": 1},', '{"n": 2}']
+    assert list(tmp_path.iterdir()) == [tmp_path / "r.json"]
 
 
 def test_a_wrong_candidate_does_not_pass_the_gate():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tfm_jax.checkpoints import read_trio
+from tfm_jax.config import ConfigError
 from tfm_jax.training import pocket
 from tfm_jax.training.continuations import Continuations
 from tfm_jax.training.prepare import prepare
@@ -149,6 +150,25 @@ def test_bad_options_are_refused_before_any_stage(
     out = tmp_path / "out"
     with pytest.raises(ValueError, match=message):
         pocket.main(["all", "--corpus", str(corpus), "--out", str(out), option])
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", r"no object `stages\.verifier`"),
+        ('{"stages": {"dflash": {}}}', r"no object `stages\.verifier`"),
+        ("[1]", r"no object `stages\.verifier`"),
+        ("{", "is not JSON"),
+    ],
+)
+def test_a_configuration_without_the_stage_is_refused(
+    corpus: Path, tmp_path: Path, text: str, message: str
+) -> None:
+    config, out = tmp_path / "config.json", tmp_path / "out"
+    config.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        pocket.train_stage("verifier", corpus, out, config=config)
     assert not out.exists()
 
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from tfm_jax.checkpoints import build_drafter, build_verifier, write_hf
 from tfm_jax.checkpoints.opened import open_drafter, open_verifier
-from tfm_jax.config import DrafterConfig, VerifierConfig, WeaverConfig
+from tfm_jax.config import ConfigError, DrafterConfig, VerifierConfig, WeaverConfig
 from tfm_jax.models.dflash import Drafter
 from tfm_jax.models.qwen36 import Verifier
 from tfm_jax.presets import Geometry, parse_geometry
@@ -118,12 +118,12 @@ def check_stage(
       stage, config, seconds, seed, devices: see `train_stage`.
 
     Raises:
-      ValueError: a stage that does not exist, a time or a seed out of range, or devices that do
-        not exist or do not split the rows.
+      ValueError: a stage that does not exist or that the configuration says nothing of, a time or
+        a seed out of range, or devices that do not exist or do not split the rows.
     """
     if stage not in STAGES:
         raise ValueError(f"stage must be one of {', '.join(STAGES)}, got {stage!r}")
-    options = json.loads(Path(config).read_text("utf-8"))["stages"][stage]
+    options = _options(Path(config), stage)
     seconds = options["seconds"] if seconds is None else seconds
     if seconds is not None:
         check_seconds(f"seconds of {stage}", seconds)
@@ -132,6 +132,19 @@ def check_stage(
     spread = Spread(count=devices)
     if stage != "continuations":
         spread.check(options.get("recipe", options)["rows"])
+
+
+def _options(config: Path, stage: str) -> Mapping[str, Any]:
+    """A stage's own part of a configuration file."""
+    try:
+        settings = json.loads(config.read_text("utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{config} is not JSON: {error}") from None
+    stages = settings.get("stages") if isinstance(settings, dict) else None
+    options = stages.get(stage) if isinstance(stages, dict) else None
+    if not isinstance(options, dict):
+        raise ConfigError(f"{config} has no object `stages.{stage}`")
+    return options
 
 
 def train_stage(

@@ -41,7 +41,7 @@ from tfm_jax.training.dflash import (
 from tfm_jax.training.evaluation import hold_back, make_evaluation
 from tfm_jax.training.parallel import Spread
 from tfm_jax.training.plots import plot_training, require_matplotlib
-from tfm_jax.training.settings import read_settings, stage_settings
+from tfm_jax.training.settings import check_seconds, read_settings, stage_settings
 from tfm_jax.training.tensorboard import TensorBoard, require_tensorboard
 from tfm_jax.training.texts import (
     given_texts,
@@ -108,8 +108,8 @@ class Job:
             raise ValueError(f"{' and '.join(given)} both name the text: give one of them")
         if self.steps is not None and self.seconds is not None:
             raise ValueError("steps and seconds both give the length of the run: give one of them")
-        if self.seconds is not None and not 0 < self.seconds < float("inf"):
-            raise ValueError(f"seconds must be positive, got {self.seconds}")
+        if self.seconds is not None:
+            check_seconds("seconds", self.seconds)
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must lie in 0..{2**32 - 1}, got {self.seed}")
         if not 0 <= self.save_every < float("inf"):
