@@ -10,6 +10,9 @@ from pallas_kernels.checks import check_array
 from pallas_kernels.choice import Implementation, choose, interpreted
 from pallas_kernels.skinny_matmul import pallas, reference, xla
 
+_TALL = 24576  # outputs; with more of them every block reads the rows once more
+_ROWS_OF_TALL = 32  # up to which such a weight is read faster than by XLA
+
 
 def skinny_matmul(
     x: jax.Array,
@@ -35,10 +38,9 @@ def skinny_matmul(
       NotImplementedError: "pallas" on a device or for shapes it does not support.
     """
     _check(x, weight)
-    rows, inputs = x.shape
+    (rows, inputs), outputs = x.shape, weight.shape[0]
     reason = pallas.refusal(rows, inputs, x.dtype)
-    # The limit is from timings on an H200 at the shapes of Qwen3.6-27B.
-    if implementation == "auto" and (reason or rows > pallas.FASTEST_ROWS):
+    if implementation == "auto" and (reason or not _faster(rows, outputs)):
         implementation = "xla"
     match choose("skinny_matmul", implementation, reason):
         case "reference":
@@ -73,6 +75,11 @@ def _kernel(parts: bool):
         return product, True
 
     return multiply
+
+
+def _faster(rows: int, outputs: int) -> bool:
+    """Whether the kernel beats XLA, by timings on an H200 at the shapes of Qwen3.6-27B."""
+    return rows <= (pallas.FASTEST_ROWS if outputs <= _TALL else _ROWS_OF_TALL)
 
 
 def _check(x, weight) -> None:
