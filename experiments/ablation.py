@@ -25,6 +25,7 @@ import numpy as np
 
 import tfm_jax
 from experiments.acceptance import DOMAINS, common_setting, load_prompts
+from experiments.options import check_positive, refusing
 from experiments.progress import log
 from experiments.replay import (
     States,
@@ -36,7 +37,7 @@ from experiments.replay import (
     walk,
 )
 from experiments.store import store
-from experiments.texts import Text, text_parser, write_texts
+from experiments.texts import Text, check_texts, text_parser, write_texts
 from pallas_kernels.choice import automatic
 from tfm_jax.config import Sampling, TreeConfig
 from tfm_jax.decoding.state import Request, Trio, make_request
@@ -330,6 +331,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--new-tokens", type=int, default=128)
     options = parser.parse_args(arguments)
+    with refusing(parser):
+        check_texts(options)
+        check_positive(options, "new_tokens")
     result = measure(
         tfm_jax.load(options.model, dtype=options.dtype),
         temperatures=options.temperatures,

@@ -18,6 +18,7 @@ import numpy as np
 import tfm_jax
 from experiments import bootstrap
 from experiments.checkout import commit_id
+from experiments.options import check_place
 from experiments.store import store
 from tfm_jax.config import Sampling, TreeConfig
 from tfm_jax.model import POCKET, Generation, Model
@@ -62,6 +63,9 @@ def measure(
     sampled with seed i. A row's `identical` says whether all its texts equal those of plain
     decoding; `tokens_per_second` is single stream.
     """
+    for what, value in (("count", count), ("new_tokens", new_tokens)):
+        if value < 1:
+            raise ValueError(f"{what} must be at least 1, got {value}")
     common = common_setting(model, name)
     prompts = {domain: load_prompts(model, domain, count, longest_prompt) for domain in domains}
     rows = []
@@ -160,6 +164,7 @@ def main(
     dtype: str | None = "float32",
 ) -> None:
     """Measures acceptance and writes it to `out`."""
+    check_place(out)
     loaded = tfm_jax.load(model, dtype=dtype)
     result = measure(loaded, budgets=budgets, count=count, new_tokens=new_tokens, name=model)
     result["macro"] = summarise(result["rows"])

@@ -28,6 +28,7 @@ from experiments.checkout import commit_id
 from experiments.embedding import embed
 from experiments.embedding_check import largest_differences
 from experiments.loops import compile_loop
+from experiments.options import check_place, check_positive, refusing
 from experiments.progress import log
 from experiments.store import store
 from tfm_jax.checkpoints import StoredTrio, read_trio
@@ -300,9 +301,7 @@ def check_lengths(small: StoredTrio, sizes: Any, longest: int) -> None:
 
 def check_options(options: argparse.Namespace) -> None:
     """Raises ValueError for a number that no run could have."""
-    for name in ("count", "new_tokens", "longest_prompt"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(options, name)}")
+    check_positive(options, "count", "new_tokens", "longest_prompt")
     for budget in options.budgets:
         TreeConfig(budget=budget, expand=max(-(-budget // 16), 1))
     for temperature in options.temperatures:
@@ -357,9 +356,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print the result instead of tables")
     options = parser.parse_args(arguments)
 
-    check_options(options)
-    trio, sizes = directory(options.trio), geometry(options.preset)
     device = jax.devices()[0].device_kind
+    path = options.out / f"full_cost_{device.replace(' ', '_').lower()}.json"
+    with refusing(parser):
+        check_options(options)
+        trio, sizes = directory(options.trio), geometry(options.preset)
+        check_place(path)
     setting: dict[str, Any] = {
         "device": device,
         "jax": jax.__version__,
@@ -419,7 +421,6 @@ def main(arguments: list[str] | None = None) -> None:
 
     rows, apart = [], []
     plain: dict[float, dict[str, list[Run]]] = {}
-    path = options.out / f"full_cost_{device.replace(' ', '_').lower()}.json"
     for one in settings:
         for temperature in options.temperatures:
             runs = measure(bench, loops[one], one, prompts, temperature)

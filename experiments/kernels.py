@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.checkout import commit_id
+from experiments.options import check_place, refusing
 from experiments.progress import log
 from experiments.store import store
 from experiments.timings.case import Candidate, Case
@@ -261,6 +262,8 @@ def main(arguments: list[str] | None = None) -> None:
     setting = {"device": device, "jax": jax.__version__, "commit": commit_id()}
     ops = [op for op in OPS if op in options.ops]
     path = options.out / f"kernels_{device.replace(' ', '_').lower()}.json"
+    with refusing(parser):
+        check_place(path)
 
     def result(found: Report, rates: Rates) -> dict[str, Any]:
         rows = {op: [row.label | row.found for row in rows] for op, rows in found.items()}

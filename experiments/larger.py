@@ -26,6 +26,7 @@ from typing import Any
 import tfm_jax
 from experiments.acceptance import DOMAINS, load_prompts
 from experiments.capacity import Size, compile_arms, train_arms
+from experiments.options import refusing
 from experiments.progress import log
 from experiments.recipes import RECIPES, Learning, describe, open_networks
 from experiments.store import store
@@ -336,6 +337,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         given = getattr(options, name) != parser.get_default(name)
         if given and not set(readers) & set(options.steps):
             parser.error(f"--{name.replace('_', '-')} is only for {', '.join(readers)}")
+    with refusing(parser):
+        check(options)
+        options.out.mkdir(parents=True, exist_ok=True)
     return options
 
 
@@ -357,6 +361,7 @@ def check(options: argparse.Namespace) -> None:
       OSError: a file is missing.
     """
     steps = set(options.steps)
+    measuring(options)
     check_corpus(options.corpus)
     for stage in (stage for stage in STAGES if stage in steps):
         check_stage(stage, **stage_options(options, stage))
@@ -367,6 +372,13 @@ def check(options: argparse.Namespace) -> None:
         check_corpus(options.corpus, POCKET)
     if steps.intersection(MEASURING):
         heldout_prompts(options.corpus, options.count)
+
+
+def measuring(options: argparse.Namespace) -> tuple[Prompting, Learning]:
+    """What is measured along, and what the Weavers of `capacity` are trained by."""
+    optimiser = dataclasses.replace(LEARNING.optimiser, steps=options.arm_steps)
+    prompting = Prompting(count=options.count, new_tokens=options.new_tokens)
+    return prompting, dataclasses.replace(LEARNING, optimiser=optimiser)
 
 
 def run(options: argparse.Namespace, work: Work, learning: Learning) -> None:
@@ -386,11 +398,7 @@ def run(options: argparse.Namespace, work: Work, learning: Learning) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
-    prompting = Prompting(count=options.count, new_tokens=options.new_tokens)
-    optimiser = dataclasses.replace(LEARNING.optimiser, steps=options.arm_steps)
-    learning = dataclasses.replace(LEARNING, optimiser=optimiser)
-    check(options)
-    options.out.mkdir(parents=True, exist_ok=True)
+    prompting, learning = measuring(options)
     work = Work(corpus=options.corpus, out=options.out, prompting=prompting)
     # Kernels are made for a single text, and here are many; what the trainer prints is progress.
     with automatic("xla"), contextlib.redirect_stdout(sys.stderr):

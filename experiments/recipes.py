@@ -33,6 +33,7 @@ from flax import nnx
 import tfm_jax
 from experiments.acceptance import DOMAINS, load_prompts
 from experiments.loops import compile_loop
+from experiments.options import refusing
 from experiments.progress import log
 from experiments.store import store
 from experiments.text_sets import (
@@ -621,11 +622,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print the result instead of a table")
     options = parser.parse_args(arguments)
     clock = Clock(begin=time.monotonic(), seconds=options.seconds)
-    plan = dataclasses.replace(
-        plan, seconds=options.seconds, seed=options.seed, count=options.count
-    )
-    check_corpus(options.corpus, options.model)
-    options.out.mkdir(parents=True, exist_ok=True)
+    with refusing(parser):
+        plan = dataclasses.replace(
+            plan, seconds=options.seconds, seed=options.seed, count=options.count
+        )
+        check_corpus(options.corpus, options.model)
+        options.out.mkdir(parents=True, exist_ok=True)
     # Thousands of texts at once: XLA's forms, since the kernels are made for a single one. What
     # the trainer prints is progress.
     with automatic("xla"), contextlib.redirect_stdout(sys.stderr):

@@ -32,6 +32,7 @@ from rich.table import Table
 from experiments.checkout import commit_id
 from experiments.kernels import read_rate
 from experiments.loops import compile_loop
+from experiments.options import check_place, refusing
 from experiments.profiles import busy, by_name, kernels
 from experiments.progress import log
 from experiments.store import store
@@ -53,6 +54,7 @@ from tfm_jax.decoding.state import (
 )
 from tfm_jax.decoding.verify import verify
 from tfm_jax.model import random_model
+from tfm_jax.presets import geometry
 from tfm_jax.training.arithmetic import matrix_rate
 from tfm_jax.tree import NO_PARENT, ROOT, Tree
 
@@ -497,11 +499,12 @@ def show(report: dict[str, Any], lengths: list[float]) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raises ValueError for a number that no measurement could have."""
+    """Raises ValueError for an unknown preset, or a number that no measurement could have."""
     for name in ("budgets", "contexts", "prefill"):
         for value in getattr(options, name):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+    geometry(options.preset)
     for value in options.accepted:
         if not 0 < value < float("inf"):
             raise ValueError(f"accepted must be positive and finite, got {value}")
@@ -520,8 +523,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the report")
     parser.add_argument("--json", action="store_true", help="print the report instead of tables")
     options = parser.parse_args(arguments)
-    check_options(options)
     device = jax.devices()[0].device_kind
+    path = options.out / f"step_{device.replace(' ', '_').lower()}.json"
+    with refusing(parser):
+        check_options(options)
+        check_place(path)
     setting = {
         "device": device,
         "jax": jax.__version__,
@@ -539,7 +545,6 @@ def main(arguments: list[str] | None = None) -> None:
     jax.block_until_ready(jax.tree.leaves(model.trio))
     log(f"{options.preset}: weights made in {time.perf_counter() - begin:.0f} s")
     setting["dtype"] = str(model.trio.verifier.dtype)
-    path = options.out / f"step_{device.replace(' ', '_').lower()}.json"
     report: dict[str, Any] = {}
     with fresh_cache():
         for found in measure(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.acceptance import DOMAINS
+from experiments.options import check_place, check_positive
 from tfm_jax.config import Sampling
 from tfm_jax.model import POCKET, Model
 
@@ -61,3 +62,16 @@ def text_parser(
     parser.add_argument("--out", type=Path, default=out, help="file to write")
     parser.add_argument("--json", action="store_true", help="print the result instead of a table")
     return parser
+
+
+def check_texts(options: argparse.Namespace) -> None:
+    """Refuses options of `text_parser` that no run could have.
+
+    Raises:
+      ValueError: a number or a temperature out of range.
+      OSError: the result could not be written.
+    """
+    check_positive(options, "count", "longest_prompt")
+    for temperature in options.temperatures:
+        Sampling(temperature=temperature)
+    check_place(options.out)

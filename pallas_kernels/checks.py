@@ -1,9 +1,13 @@
 """What public functions check of an array before anything else."""
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.concrete import concrete
 
 FLOATS = (jnp.float32, jnp.bfloat16)
 
@@ -15,6 +19,48 @@ def check_array(name: str, x: Any, dtypes: tuple = FLOATS) -> None:
     if x.dtype not in dtypes:
         allowed = " or ".join(jnp.dtype(dtype).name for dtype in dtypes)
         raise TypeError(f"{name} must be {allowed}, got {x.dtype}")
+
+
+def check_range(name: str, array: Any, low: int, high: int) -> None:
+    """Raises ValueError if integers that are known lie outside low..high."""
+    known = concrete(array)
+    if known is not None and known.size and (known.min() < low or known.max() > high):
+        astray = known[(known < low) | (known > high)]
+        raise ValueError(f"{name} must lie in {low}..{high}, got {astray.flat[0]}")
+
+
+def check_epsilon(name: str, value: Any) -> None:
+    """Raises unless `value` is a finite number that is not negative."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not 0 <= float(value) < math.inf:
+        raise ValueError(f"{name} must be finite and not negative, got {value}")
+
+
+def check_scalar(name: str, value: Any, low: int, high: int) -> jax.Array:
+    """Returns `value` as int32; raises unless it is an integer scalar, in range where known."""
+    known = concrete(value)
+    given = value if known is None else known
+    if given.shape != () or not jnp.issubdtype(given.dtype, jnp.integer):
+        raise ValueError(f"{name} must be an integer scalar, got {given.dtype} {given.shape}")
+    if known is not None and not low <= int(known) <= high:
+        raise ValueError(f"{name} must lie in {low}..{high}, got {known}")
+    return jnp.asarray(value, jnp.int32)
+
+
+def check_path(path: Any, count: Any, nodes: int) -> tuple[jax.Array, jax.Array]:
+    """Returns a path's rows [P] and how many count, as int32, or says what is wrong with them."""
+    # Known values are those given: as JAX arrays, wide integers would have wrapped.
+    rows, known = concrete(path), concrete(count)
+    path = jnp.asarray(path)
+    if path.ndim != 1 or not path.size or not jnp.issubdtype(path.dtype, jnp.integer):
+        raise ValueError(f"path must be integers [P], got {path.dtype} {path.shape}")
+    count = check_scalar("count", count, 1, path.size)
+    if rows is not None and known is not None:
+        rows = rows[: int(known)]
+        if rows.min() < 0 or rows.max() >= nodes:
+            raise ValueError(f"path must hold rows 0..{nodes - 1} up to count, got {rows}")
+    return path.astype(jnp.int32), count
 
 
 def check_part(name: str, array: jax.Array, shape: tuple[int, int], start: int) -> None:

@@ -125,6 +125,8 @@ def test_streamed_rounds_end_in_the_same_generation(model):
         ({"end_tokens": [2.5]}, TypeError, "integers"),
         ({"end_tokens": [-5]}, ValueError, r"0..82, got \[-5\]"),
         ({"end_tokens": 7}, TypeError, "list of token ids, got 7"),
+        ({"end_tokens": ""}, TypeError, "list of token ids, got ''"),
+        ({"prompt": bytearray(b"ab")}, TypeError, "a list of integers, got bytearray"),
     ],
 )
 def test_bad_arguments_are_refused(model, arguments, error, message):

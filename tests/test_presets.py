@@ -70,3 +70,9 @@ def test_a_random_model_refuses_what_it_does_not_know():
         random_model("qwen")
     with pytest.raises(ValueError, match="dtype must be one of"):
         random_model("pocket", dtype="float16")
+
+
+@pytest.mark.parametrize("seed", [1.5, "a", None, -1, 2**32, True])
+def test_a_random_model_refuses_what_is_no_seed(seed):
+    with pytest.raises(ValueError, match="seed must be an integer in 0"):
+        random_model("pocket", seed=seed)

@@ -168,10 +168,18 @@ class Model:
         return self._ids(prompt)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out; empty without a tokenizer."""
-        return "" if self.tokenizer is None else self.tokenizer.decode(tokens)
+        """Text of token ids, special tokens left out; empty without a tokenizer.
+
+        Raises:
+          ValueError, TypeError: a token outside the vocabulary, or no list of integers.
+        """
+        if self.tokenizer is None or not len(tokens):
+            return ""
+        return self.tokenizer.decode(self._ids(tokens).tolist())
 
     def _ids(self, tokens: Sequence[int]) -> np.ndarray:
+        if isinstance(tokens, (bytes, bytearray, memoryview)):
+            raise TypeError(f"token ids must be a list of integers, got {type(tokens).__name__}")
         try:
             ids = np.asarray(tokens)
         except ValueError as error:
@@ -190,6 +198,8 @@ class Model:
         return ids.astype(np.int32)
 
     def _ends(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        if isinstance(tokens, str):
+            raise TypeError(f"end_tokens must be a list of token ids, got {tokens!r}")
         try:
             given = list(tokens)
         except TypeError:
@@ -389,16 +399,19 @@ def random_model(preset: str | Path, *, seed: int = 0, dtype: str | None = None)
 
     Args:
       preset: a name of `tfm_jax.presets`, or a JSON file with three geometries.
-      seed: of the weights.
+      seed: of the weights, 0 to 2**32 - 1.
       dtype: as in `load`.
 
     Raises:
       ConfigError: an unknown preset, or sizes that do not fit.
-      ValueError: an unknown dtype.
+      ValueError: an unknown dtype, or a seed that is none.
     """
+    number = as_int(seed)
+    if number is None or not 0 <= number < 2**32:
+        raise ValueError(f"seed must be an integer in 0..{2**32 - 1}, got {seed!r}")
     kind = jnp.dtype(check_dtype(default_dtype(dtype)))
     sizes = geometry(preset)
-    rngs = nnx.Rngs(seed)
+    rngs = nnx.Rngs(number)
     weaver = Weaver(sizes.weaver, rngs=rngs, dtype=kind)
     # A Weaver starts without influence; random weights stand for a trained one.
     query = weaver.lm_head_query_in.weight

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.add_norm import pallas, reference, xla
-from pallas_kernels.checks import check_array
+from pallas_kernels.checks import check_array, check_epsilon
 from pallas_kernels.choice import Implementation, choose, interpreted
 
 
@@ -38,6 +38,7 @@ def add_norm(
       NotImplementedError: "pallas" on a device or for an H it does not support.
     """
     _check(x, delta, weight)
+    check_epsilon("eps", eps)
     match choose("add_norm", implementation, pallas.refusal(x.shape[1])):
         case "reference":
             return reference.add(x, delta, weight, eps, zero_centred)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.attention_inputs import pallas, reference, xla
 from pallas_kernels.attention_inputs.columns import HeadColumns
 from pallas_kernels.attention_inputs.rotary import turns
-from pallas_kernels.checks import check_array, check_part
+from pallas_kernels.checks import check_array, check_epsilon, check_part, check_range
 from pallas_kernels.choice import Implementation, choose, interpreted
 
 
@@ -85,6 +85,7 @@ def attention_inputs(
     _check_shapes(q, k, v, positions, q_weight, k_weight, heads, key_heads, rotary, columns)
     if not 0 < theta < float("inf"):
         raise ValueError(f"theta must be positive, got {theta}")
+    check_epsilon("eps", eps)
     chosen = choose("attention_inputs", implementation)
     cos, sin = turns(positions, theta, rotary, q.dtype)
     arrays = (q, k, v, cos, sin, q_weight, k_weight)
@@ -106,6 +107,7 @@ def _check_types(q, k, v, positions, q_weight, k_weight) -> None:
         if array.dtype != q.dtype:
             raise TypeError(f"{name} must be {q.dtype} as q, got {array.dtype}")
     check_array("positions", positions, (jnp.int32, jnp.int64))
+    check_range("positions", positions, 0, 2**31 - 1)
     check_array("q_weight", q_weight)
     check_array("k_weight", k_weight)
 

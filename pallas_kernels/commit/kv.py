@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels.checks import FLOATS
+from pallas_kernels.checks import FLOATS, check_path, check_scalar
 from pallas_kernels.choice import Implementation, choose, interpreted
 from pallas_kernels.commit import pallas_kv, reference, xla
-from pallas_kernels.commit.path import check_path, check_same, check_scalar
+from pallas_kernels.commit.layers import check_same
 
 
 def commit_kv(
@@ -51,9 +50,7 @@ def commit_kv(
             f"rows must be {(heads, nodes, size)} for caches {caches[0].shape}, got {rows[0].shape}"
         )
     path, count = check_path(path, count, nodes)
-    length = jnp.asarray(length)
-    check_scalar("length", length, 0, capacity)
-    length = length.astype(jnp.int32)
+    length = check_scalar("length", length, 0, capacity)
     match choose("commit_kv", implementation):
         case "reference":
             return reference.compact(caches, rows, path, count, length)

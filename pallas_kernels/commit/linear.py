@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.checks import FLOATS
+from pallas_kernels.checks import FLOATS, check_path
 from pallas_kernels.choice import Implementation, choose, interpreted
 from pallas_kernels.commit import pallas, reference, xla
-from pallas_kernels.commit.path import check_path, check_same
+from pallas_kernels.commit.layers import check_same
 
 
 def commit_linear(

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.checks import check_array, check_part
+from pallas_kernels.checks import check_array, check_epsilon, check_part
 from pallas_kernels.choice import Implementation, choose, interpreted
 from pallas_kernels.gdn_inputs import pallas_output, xla
 
@@ -46,6 +46,7 @@ def gdn_output(
         check_part("z", z, wide, column)
     elif z.shape != wide:
         raise ValueError(f"z must be {wide} for out {out.shape}, got {z.shape}")
+    check_epsilon("eps", eps)
     if choose("gdn_output", implementation) == "pallas":
         return pallas_output.finish(out, z, weight, eps, column or 0, interpret=interpreted())
     return xla.finish(out, z, weight, eps, column or 0)

@@ -5,7 +5,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.checks import check_array, check_part
+from pallas_kernels.checks import check_array, check_part, check_range
 from pallas_kernels.choice import Implementation, choose, interpreted
 from pallas_kernels.gdn_inputs import pallas, reference, xla
 from pallas_kernels.gdn_inputs.columns import Columns
@@ -136,6 +136,7 @@ def _check(
         "b": (rows, value_heads),
         "dt_bias": (value_heads,),
     }
+    check_range("taps", taps, 0, rows + width - 2)  # rows of (history, x)
     context = f"taps {taps.shape}, weight {weight.shape} and a_log {a_log.shape}"
     for name, shape in expected.items():
         start = getattr(columns, name, None)

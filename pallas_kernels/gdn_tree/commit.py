@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.concrete import concrete
+from pallas_kernels.checks import check_array, check_path, check_scalar
 from pallas_kernels.gdn_tree.scales import scaled
 from pallas_kernels.gdn_tree.topology import tree_topology
 
@@ -40,7 +40,7 @@ def gdn_tree_commit(
     _check(s0, k, u, log_decay, k_scale)
     if parents.shape != k.shape[:1]:
         raise ValueError(f"parents must be [N] = {k.shape[:1]}, got {parents.shape}")
-    _check_range("node", node, 0, k.shape[0] - 1)
+    node = check_scalar("node", node, 0, k.shape[0] - 1)
     on_path = tree_topology(parents).ancestors[node]
     return _fold(s0, k, u, log_decay, on_path, log_decay[node], k_scale)
 
@@ -65,12 +65,12 @@ def gdn_tree_commit_path(
       count: number of accepted rows, 1 <= count <= P; may be traced.
 
     Raises:
-      ValueError: shapes that do not belong together.
+      TypeError: a float argument of another type.
+      ValueError: shapes that do not belong together, or a path or count that is known and out of
+        range.
     """
     _check(s0, k, u, log_decay, k_scale)
-    if path.ndim != 1:
-        raise ValueError(f"path must be [P], got {path.shape}")
-    _check_range("count", count, 1, path.shape[0])
+    path, count = check_path(path, count, k.shape[0])
     on_path = jnp.arange(path.shape[0], dtype=jnp.int32) < count
     rows = jnp.where(on_path, path, path[0])
     last = log_decay[rows[count - 1]]
@@ -101,17 +101,10 @@ def _fold(
     return jnp.exp(last)[:, None, None] * s0 + added
 
 
-def _check_range(name: str, value: jax.Array | int, low: int, high: int) -> None:
-    if jnp.shape(value) != ():
-        raise ValueError(f"{name} must be a scalar, got shape {jnp.shape(value)}")
-    known = concrete(value)
-    if known is not None and not low <= int(known) <= high:
-        raise ValueError(f"{name} must lie in {low}..{high}, got {value}")
-
-
 def _check(
     s0: jax.Array, k: jax.Array, u: jax.Array, log_decay: jax.Array, k_scale: jax.Array | None
 ) -> None:
+    check_array("k", k)
     for name, x in (("s0", s0), ("u", u), ("log_decay", log_decay), ("k_scale", k_scale)):
         if x is not None and x.dtype != jnp.float32:
             raise TypeError(f"{name} must be float32, got {x.dtype}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -169,3 +170,25 @@ def test_a_converted_trio_gives_the_same(run, trio_dir, tmp_path):
         for path in (trio_dir, target)
     )
     assert one == two
+
+
+def test_a_prompt_may_hold_other_line_separators(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    texts = ["a\u2028b", "c\u0085d", "e\x0bf"]
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
+    file.write_text("\r\n".join(lines) + "\n", "utf-8", newline="")
+    assert gather_prompts((), file) == texts
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"prompt": "\xff"}', "prompts.jsonl is not UTF-8 text"),
+        (b'{"prompt": "a", "tokens": [1]}', 'prompts.jsonl:1: give "prompt" or "tokens", not both'),
+    ],
+)
+def test_bad_prompt_files_are_refused(tmp_path, content, message):
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        gather_prompts((), file)

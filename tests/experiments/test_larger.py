@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusals import refused
 
 from experiments import capacity, larger, text_sets
 from experiments.acceptance import DOMAINS
@@ -19,7 +20,6 @@ from experiments.recipes import Learning, Networks, with_weaver
 from experiments.replay import by_domain
 from tests.conftest import WEAVER
 from tests.training.test_pocket import corpus, small  # noqa: F401
-from tfm_jax.checkpoints import CheckpointError
 from tfm_jax.decoding.state import Trio
 from tfm_jax.model import Model
 from tfm_jax.training.pocket import STAGES
@@ -212,24 +212,25 @@ def test_options_that_no_step_reads_are_refused(steps: str, option: str, capsys)
 def test_bad_input_is_refused_before_any_step(
     corpus: Path,  # noqa: F811
     tmp_path: Path,
+    capsys,
 ) -> None:
     out = tmp_path / "out"
     places = ["--corpus", str(corpus), "--out", str(out)]
-    with pytest.raises(ValueError, match="16 prompts of prose, 40 needed"):
+    with refused(capsys, "16 prompts of prose, 40 needed"):
         larger.main(["verifier", "measure", *places])
-    with pytest.raises(ValueError, match="seconds of weaver must be finite and positive, got nan"):
+    with refused(capsys, "seconds of weaver must be finite and positive, got nan"):
         larger.main(["verifier", "weaver", *places, "--weaver-seconds", "nan"])
-    with pytest.raises(ValueError, match="99 devices asked for"):
+    with refused(capsys, "99 devices asked for"):
         larger.main(["verifier", *places, "--devices", "99"])
-    with pytest.raises(ValueError, match="another tokenizer"):
+    with refused(capsys, "another tokenizer"):
         larger.main(["verifier", "capacity", *places])
-    with pytest.raises(ValueError, match="--text-seconds must be finite and positive, got inf"):
+    with refused(capsys, "--text-seconds must be finite and positive, got inf"):
         larger.main(["capacity", *places, "--text-seconds", "inf"])
-    with pytest.raises(ValueError, match="steps must be positive, got 0"):
+    with refused(capsys, "steps must be positive, got 0"):
         larger.main(["capacity", *places, "--arm-steps", "0"])
-    with pytest.raises(CheckpointError, match="no such directory"):
+    with refused(capsys, "no such directory"):
         larger.main(["weaver", *places])
-    with pytest.raises(FileNotFoundError, match="no corpus"):
+    with refused(capsys, "no corpus"):
         larger.main(["verifier", "--corpus", str(tmp_path), "--out", str(out)])
     assert not out.exists()
 

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from refusals import refused
 
-from experiments import kernels, step
+from experiments import ablation, acceptance, ceiling, kernels, step
 from experiments.store import store
 from experiments.timings.case import Candidate, Case
 from pallas_kernels.benchmark import compile_chain
@@ -127,3 +128,42 @@ def test_the_floor_counts_what_plain_decoding_reads(tiny_trio):
     embedding = 83 * 40 * 4  # one row of it is read a token
     state = 2 * (6 * 12 * 20 + 3 * tiny_trio.verifier.config.conv_dim) * 4
     assert step.floor_bytes(bench, 0) == weights - embedding + state
+
+
+@pytest.mark.parametrize(
+    ("main", "options", "message"),
+    [
+        (step.main, ["--budgets", "0"], "budgets must be at least 1, got 0"),
+        (step.main, ["--preset", "nope"], "nope"),
+        (step.main, ["--accepted", "nan"], "accepted must be positive and finite, got nan"),
+        (ablation.main, ["--count", "0"], "count must be at least 1, got 0"),
+        (ablation.main, ["--new-tokens", "0"], "new_tokens must be at least 1, got 0"),
+        (ceiling.main, ["--temperatures", "nan"], "temperature must be finite"),
+        (ceiling.main, ["--anchors", "0"], "anchors must be at least 1, got 0"),
+    ],
+)
+def test_numbers_that_no_run_could_have(main, options, message, tmp_path, capsys):
+    with refused(capsys, message):
+        main([*options, "--out", str(tmp_path / "out")])
+
+
+def test_a_place_that_cannot_be_written_is_refused_first(tmp_path, capsys):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for main, place, message in (
+        (kernels.main, file, "file"),
+        (step.main, file, "file"),
+        (ablation.main, tmp_path, "the result is a file"),
+        (ceiling.main, file / "out.json", "file"),
+    ):
+        with refused(capsys, message):
+            main(["--out", str(place)])
+    with pytest.raises(IsADirectoryError, match="the result is a file"):
+        acceptance.main(out=tmp_path)
+    assert file.read_text() == "mine"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_acceptance_of_no_prompts_is_refused():
+    with pytest.raises(ValueError, match="count must be at least 1, got 0"):
+        acceptance.measure(None, count=0)

@@ -119,13 +119,16 @@ F32 = np.float32
         ({"x": np.zeros((0, 8), F32)}, ValueError, "x must have two axes, none empty"),
         ({"delta": np.zeros((1, 8), F32)}, ValueError, r"delta must be \(2, 8\)"),
         ({"weight": np.zeros((1, 8), F32)}, ValueError, r"weight must be \(8,\)"),
+        ({"eps": "x"}, TypeError, "eps must be a number, got 'x'"),
+        ({"eps": -1.0}, ValueError, "eps must be finite and not negative, got -1.0"),
+        ({"eps": np.nan}, ValueError, "eps must be finite and not negative, got nan"),
         ({"implementation": "triton"}, ValueError, "implementation must be one of auto, pallas"),
     ],
 )
 def test_refuses_bad_arguments(change, error, message):
     good = {"x": np.zeros((2, 8), F32), "delta": np.zeros((2, 8), F32), "weight": np.zeros(8, F32)}
     with pytest.raises(error, match=message):
-        add_norm(**{**good, **change}, eps=EPS)
+        add_norm(**{**good, "eps": EPS, **change})
 
 
 @pytest.mark.parametrize("change", [{"block": 48}, {"num_warps": 3}], ids=str)

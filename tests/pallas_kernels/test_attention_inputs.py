@@ -185,6 +185,7 @@ F32 = np.float32
         ({"q": np.zeros((5, 64), np.float16)}, TypeError, "q must be float32 or bfloat16"),
         ({"k": jnp.zeros((5, 32), jnp.bfloat16)}, TypeError, "k must be float32 as q, got bfl"),
         ({"positions": np.zeros(5, F32)}, TypeError, "positions must be int32 or int64, got fl"),
+        ({"positions": np.full(5, 2**32)}, ValueError, "positions must lie in 0.*got 4294967296"),
         ({"positions": np.zeros(4, np.int32)}, ValueError, r"positions must be \(5,\) for q"),
         ({"q": np.zeros((5, 65), F32)}, ValueError, r"q must be \[N, 64\] unless columns are"),
         ({"v": np.zeros((5, 31), F32)}, ValueError, r"v must be \[N, 32\] unless columns are"),

@@ -246,6 +246,7 @@ BASE = Spec(name="", nodes=4, count=2, path=4, layers=2, key_heads=2, value_head
         ({"key_scales": (jnp.ones((4, 2), "bfloat16"),) * 2}, TypeError, "scales must be float32"),
         ({"path": np.zeros(4, np.float32)}, ValueError, "path must be integers"),
         ({"path": np.asarray([0, 4], np.int32)}, ValueError, r"path must hold rows 0\.\.3"),
+        ({"path": np.asarray([0, 2**32])}, ValueError, r"path must hold rows 0\.\.3"),
         ({"count": 0}, ValueError, r"count must lie in 1\.\.4, got 0"),
         ({"count": 1.5}, ValueError, "count must be an integer scalar"),
         ({"implementation": "triton"}, ValueError, "implementation must be one of auto, pallas"),
@@ -268,6 +269,11 @@ def test_linear_refuses_bad_arguments(change, error, message):
         ),
         ({"rows": (np.zeros((2, 7, 16), np.int32),) * 2}, TypeError, "rows must be float32 or b"),
         ({"length": 41}, ValueError, r"length must lie in 0\.\.40, got 41"),
+        (
+            {"length": np.int64(2**32 + 3)},
+            ValueError,
+            r"length must lie in 0\.\.40, got 4294967299",
+        ),
         ({"count": 17}, ValueError, r"count must lie in 1\.\.16, got 17"),
     ],
 )

@@ -207,6 +207,8 @@ F32 = np.float32
         ({"weight": np.zeros((129, 4), F32)}, ValueError, "each of 4 value heads, got 129"),
         ({"taps": np.zeros((5, 4), F32)}, TypeError, "taps must be int32, got float32"),
         ({"taps": np.zeros((5, 1), np.int32)}, ValueError, r"taps must be \[N, W\] with W >= 2"),
+        ({"taps": np.full((5, 4), -1, np.int32)}, ValueError, r"taps must lie in 0\.\.7, got -1"),
+        ({"taps": np.full((5, 4), 2**32)}, ValueError, r"taps must lie in 0\.\.7, got 4294967296"),
         ({"taps": np.zeros((4, 4), np.int32)}, ValueError, r"x must be \(4, 128\)"),
         ({"history": np.zeros((4, 128), F32)}, ValueError, r"history must be \(3, 128\)"),
         ({"weight": np.zeros((128, 3), F32)}, ValueError, r"weight must be \(128, 4\)"),
@@ -235,13 +237,14 @@ def test_inputs_refuse_bad_arguments(change, error, message):
         ({"z": np.zeros((5, 63), F32)}, ValueError, r"z must be \(5, 64\)"),
         ({"column": 8}, ValueError, r"z must be \[5, 72 or more\] to hold 64 columns from 8 on"),
         ({"weight": np.zeros(64, F32)}, ValueError, r"weight must be \(16,\)"),
+        ({"eps": -1.0}, ValueError, "eps must be finite and not negative, got -1.0"),
     ],
 )
 def test_output_refuses_bad_arguments(change, error, message):
     arguments = make_inputs(Spec(name="", rows=5)).output_arguments("float32")
     good = dict(zip(("out", "z", "weight"), arguments, strict=True))
     with pytest.raises(error, match=message):
-        gdn_output(**{**good, **change}, eps=EPS)
+        gdn_output(**{**good, "eps": EPS, **change})
 
 
 def test_configuration_refuses_sizes():

@@ -435,6 +435,14 @@ def test_commit_refuses_what_is_no_row():
         gdn_tree_commit(s0, k, u, decay, parents, 99)
     with pytest.raises(ValueError, match=r"count must lie in 1\.\.5, got 0"):
         gdn_tree_commit_path(s0, k, u, decay, jnp.arange(5), 0)
+    with pytest.raises(ValueError, match=r"path must hold rows 0\.\.4 up to count"):
+        gdn_tree_commit_path(s0, k, u, decay, np.asarray([0, 77]), 2)
+    with pytest.raises(ValueError, match="path must be integers"):
+        gdn_tree_commit_path(s0, k, u, decay, jnp.zeros(2), 1)
+    with pytest.raises(ValueError, match="node must be an integer scalar"):
+        gdn_tree_commit(s0, k, u, decay, parents, 1.0)
+    with pytest.raises(TypeError, match="k must be float32 or bfloat16"):
+        gdn_tree_commit(s0, k.astype(jnp.int32), u, decay, parents, 1)
     with pytest.raises(ValueError, match=r"k_scale must be \(5, 1\)"):
         gdn_tree_commit(s0, k, u, decay, parents, 1, k_scale=jnp.zeros((5, 2)))
     with pytest.raises(TypeError, match="s0 must be float32"):

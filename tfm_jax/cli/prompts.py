@@ -52,7 +52,11 @@ def gather_prompts(
 
 
 def _read_file(file: Path) -> list[Prompt]:
-    lines = file.read_text("utf-8").splitlines()
+    try:
+        text = file.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text: {error}") from None
+    lines = text.split("\n")  # a string of JSON may hold other line separators
     prompts = [_parse_line(line, f"{file}:{i}") for i, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise ValueError(f"{file} holds no prompt")
@@ -64,6 +68,8 @@ def _parse_line(line: str, where: str) -> Prompt:
         entry = json.loads(line)
     except ValueError as error:
         raise ValueError(f"{where} is not JSON: {error}") from None
+    if isinstance(entry, dict) and entry.keys() >= {"prompt", "tokens"}:
+        raise ValueError(f'{where}: give "prompt" or "tokens", not both')
     if isinstance(entry, dict) and isinstance(entry.get("prompt"), str):
         return entry["prompt"]
     if isinstance(entry, dict) and isinstance(entry.get("tokens"), list):
