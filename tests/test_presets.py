@@ -54,6 +54,42 @@ def test_a_file_must_hold_all_parts(tmp_path):
         geometry(path)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("5", "must be an object, got 5"),
+        ('{"verifier": [], "drafter": {}, "weaver": {}}', r"verifier must be an object, got \[\]"),
+        ('{"verifier": "4", "drafter": {}, "weaver": {}}', "verifier must be an object, got '4'"),
+        ('{"verifier": null, "drafter": {}, "weaver": {}}', "verifier must be an object, got None"),
+    ],
+)
+def test_a_file_that_holds_no_geometry_is_refused(tmp_path, text, message):
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=rf"x\.json:? {message}"):
+        geometry(path)
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value", "message"),
+    [
+        ("verifier", "hidden_size", 0, r"verifier: hidden_size must be an integer in 1\.\."),
+        ("drafter", "mask_token_id", "4", r"drafter: mask_token_id must be an integer in 0\.\."),
+        ("weaver", "d_rank", 0, r"weaver: d_rank must be an integer in 1\.\."),
+        ("drafter", "vocab_size", 84, "drafter vocab_size is 84, the verifier's vocab_size is 83"),
+    ],
+)
+def test_bad_sizes_are_named_with_their_file(tiny_preset, tmp_path, part, key, value, message):
+    settings = json.loads(tiny_preset.read_text())
+    settings[part][key] = value
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=rf"x\.json: .*{message}"):
+        geometry(path)
+
+
 def test_random_models_differ_by_seed_alone(tiny_preset):
     first, again, other = (random_model(tiny_preset, seed=seed) for seed in (0, 0, 1))
     leaves = [jax.tree.leaves(model.trio) for model in (first, again, other)]

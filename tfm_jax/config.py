@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import numbers
 import operator
-from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
 
 Kind = TypeVar("Kind")
 
@@ -14,36 +16,117 @@ LINEAR = "linear_attention"
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 MAX_POOL = 2**15 - 1  # two ranks share a sort key when trees are put in order
+MAX_BUDGET = 1024  # "ddtree" counts its paths beforehand: in 2 s for these, 30 s for 4096
+MAX_END_TOKENS = 8  # as many as a request has room for
+_LARGEST = 2**31 - 1
 
 
 class ConfigError(ValueError):
     """A configuration that is missing a value, or holds one this code does not support."""
 
 
+class _Rule(NamedTuple):
+    """What a field may hold.
+
+    Attributes:
+      allowed: in words, for messages.
+      read: the value as it is kept, None for one that is not allowed.
+    """
+
+    allowed: str
+    read: Callable[[Any], Any]
+
+
+def as_int(value: Any) -> int | None:
+    """A Python, NumPy or JAX integer as an int; None for anything else, booleans included."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def as_float(value: Any) -> float | None:
+    """A finite real number as a float; None for anything else, booleans included."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _integer(low: int) -> Callable[[Any], int | None]:
+    def read(value: Any) -> int | None:
+        number = as_int(value)
+        return number if number is not None and low <= number <= _LARGEST else None
+
+    return read
+
+
+def _number(holds: Callable[[float], bool]) -> Callable[[Any], float | None]:
+    def read(value: Any) -> float | None:
+        number = as_float(value)
+        return number if number is not None and holds(number) else None
+
+    return read
+
+
+def _several(read_one: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...] | None]:
+    def read(value: Any) -> tuple[Any, ...] | None:
+        if not isinstance(value, list | tuple):
+            return None
+        found = tuple(read_one(one) for one in value)
+        return found if found and None not in found else None
+
+    return read
+
+
+_SIZE = _Rule(f"an integer in 1..{_LARGEST}", _integer(1))
+_INDEX = _Rule(f"an integer in 0..{_LARGEST}", _integer(0))
+_INDICES = _Rule("a list of integers from 0 on, not empty", _several(_integer(0)))
+_NAMES = _Rule(
+    "a list of strings, not empty", _several(lambda one: one if isinstance(one, str) else None)
+)
+_FLAG = _Rule("true or false", lambda value: value if isinstance(value, bool) else None)
+
+Size = Annotated[int, _SIZE]
+Index = Annotated[int, _INDEX]
+Indices = Annotated[tuple[int, ...], _INDICES]
+Names = Annotated[tuple[str, ...], _NAMES]
+Flag = Annotated[bool, _FLAG]
+Epsilon = Annotated[float, _Rule("a number between 0 and 1", _number(lambda x: 0 < x < 1))]
+Share = Annotated[float, _Rule("a number in (0, 1]", _number(lambda x: 0 < x <= 1))]
+RopeBase = Annotated[float, _Rule("a number in (0, 1e30]", _number(lambda x: 0 < x <= 1e30))]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VerifierConfig:
     """Dense Qwen3.5/3.6 text model, by the names of its `config.json` (`text_config`)."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    layer_types: tuple[str, ...]
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    linear_num_key_heads: int
-    linear_num_value_heads: int
-    linear_key_head_dim: int
-    linear_value_head_dim: int
-    linear_conv_kernel_dim: int = 4
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 1e7
-    partial_rotary_factor: float = 0.25
-    tie_word_embeddings: bool = False
-    max_position_embeddings: int = 262144
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    layer_types: Names
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Size
+    linear_num_key_heads: Size
+    linear_num_value_heads: Size
+    linear_key_head_dim: Size
+    linear_value_head_dim: Size
+    linear_conv_kernel_dim: Size = 4
+    rms_norm_eps: Epsilon = 1e-6
+    rope_theta: RopeBase = 1e7
+    partial_rotary_factor: Share = 0.25
+    tie_word_embeddings: Flag = False
+    max_position_embeddings: Size = 262144
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        _check_fields(self)
         unknown = sorted(set(self.layer_types) - {LINEAR, FULL})
         if unknown:
             raise ConfigError(f"layer_types may hold {LINEAR!r} and {FULL!r}, got {unknown}")
@@ -51,8 +134,13 @@ class VerifierConfig:
         _check_divides(
             "linear_num_value_heads", self.linear_num_value_heads, self.linear_num_key_heads
         )
-        if self.rotary_dim % 2:
-            raise ConfigError(f"the rotary width must be even, got {self.rotary_dim}")
+        if self.rotary_dim % 2 or not self.rotary_dim:
+            raise ConfigError(
+                "head_dim * partial_rotary_factor must be even and positive, "
+                f"got {self.head_dim} * {self.partial_rotary_factor}"
+            )
+        ids = token_ids("eos_token_ids", self.eos_token_ids, self.vocab_size)
+        object.__setattr__(self, "eos_token_ids", ids)
 
     @property
     def num_hidden_layers(self) -> int:
@@ -77,7 +165,7 @@ class VerifierConfig:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> VerifierConfig:
         """Reads a flat (`qwen3_5_text`) or nested (`qwen3_5`) Hugging Face configuration."""
-        text = dict(config.get("text_config", config))
+        text = _section(config, "text_config") or config
         model_type = text.get("model_type")
         if model_type != "qwen3_5_text":
             raise ConfigError(
@@ -88,31 +176,27 @@ class VerifierConfig:
         _refuse(text, "attn_output_gate", True)
         _refuse(text, "hidden_act", "silu")
         _refuse(text, "output_gate_type", "swish")
-        rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+        rope = _section(text, "rope_parameters") or _section(text, "rope_scaling")
         if rope.get("rope_type", "default") != "default":
             raise ConfigError(f"rope_type must be 'default', got {rope['rope_type']!r}")
-        layers = _need(text, "num_hidden_layers")
-        interval = text.get("full_attention_interval", 4)
-        layer_types = text.get("layer_types") or [
-            FULL if (i + 1) % interval == 0 else LINEAR for i in range(layers)
-        ]
-        if len(layer_types) != layers:
-            raise ConfigError(
-                f"layer_types has {len(layer_types)} entries, num_hidden_layers is {layers}"
-            )
-        tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+        interval = _obey(_SIZE, "full_attention_interval", text.get("full_attention_interval", 4))
+        rows = _obey(_SIZE, "vocab_size", _need(text, "vocab_size"))
         eos = text.get("eos_token_id", config.get("eos_token_id"))
         return cls(
             **{name: _need(text, name) for name in _VERIFIER_SIZES},
-            layer_types=tuple(layer_types),
+            layer_types=_layer_types(
+                text, lambda index: FULL if (index + 1) % interval == 0 else LINEAR
+            ),
             rms_norm_eps=text.get("rms_norm_eps", 1e-6),
-            rope_theta=float(rope.get("rope_theta", text.get("rope_theta", 1e7))),
+            rope_theta=rope.get("rope_theta", text.get("rope_theta", 1e7)),
             partial_rotary_factor=rope.get(
                 "partial_rotary_factor", text.get("partial_rotary_factor", 0.25)
             ),
-            tie_word_embeddings=bool(tied),
+            tie_word_embeddings=config.get(
+                "tie_word_embeddings", text.get("tie_word_embeddings", False)
+            ),
             max_position_embeddings=text.get("max_position_embeddings", 262144),
-            eos_token_ids=_as_ids(eos),
+            eos_token_ids=() if eos is None else token_ids("eos_token_id", eos, rows),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -158,35 +242,34 @@ _VERIFIER_SIZES = (
 class DrafterConfig:
     """DFlash block drafter, by the names of its `config.json` and `dflash_config`."""
 
-    hidden_size: int
-    intermediate_size: int
-    layer_types: tuple[str, ...]
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    target_layer_ids: tuple[int, ...]
-    num_target_layers: int
-    mask_token_id: int
-    vocab_size: int
-    block_size: int = 16
-    sliding_window: int | None = None
-    is_causal: bool | None = None
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 1e7
+    hidden_size: Size
+    intermediate_size: Size
+    layer_types: Names
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Size
+    target_layer_ids: Indices
+    num_target_layers: Size
+    mask_token_id: Index
+    vocab_size: Size
+    block_size: Size = 16
+    sliding_window: Annotated[int | None, _SIZE] = None
+    is_causal: Annotated[bool | None, _FLAG] = None
+    rms_norm_eps: Epsilon = 1e-6
+    rope_theta: RopeBase = 1e7
 
     def __post_init__(self) -> None:
+        _check_fields(self)
         unknown = sorted(set(self.layer_types) - {SLIDING, FULL})
         if unknown:
             raise ConfigError(f"layer_types may hold {SLIDING!r} and {FULL!r}, got {unknown}")
-        if SLIDING in self.layer_types and not (self.sliding_window or 0) > 0:
-            raise ConfigError(
-                f"sliding layers need a positive sliding_window, got {self.sliding_window}"
-            )
+        if SLIDING in self.layer_types and self.sliding_window is None:
+            raise ConfigError("sliding layers need a positive sliding_window, got None")
         _check_divides("num_attention_heads", self.num_attention_heads, self.num_key_value_heads)
         ids = self.target_layer_ids
-        if not ids or len(set(ids)) != len(ids):
-            raise ConfigError(f"target_layer_ids must be distinct and not empty, got {list(ids)}")
-        outside = [i for i in ids if not 0 <= i < self.num_target_layers]
+        if len(set(ids)) != len(ids):
+            raise ConfigError(f"target_layer_ids must be distinct, got {list(ids)}")
+        outside = [i for i in ids if i >= self.num_target_layers]
         if outside:
             raise ConfigError(
                 f"target_layer_ids must lie in 0..{self.num_target_layers - 1}, got {outside}"
@@ -216,7 +299,7 @@ class DrafterConfig:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DrafterConfig:
         """Reads a DFlash configuration; `dflash_config` wins over the top level."""
-        nested = config.get("dflash_config") or {}
+        nested = _section(config, "dflash_config")
 
         def find(name: str, default: Any = None) -> Any:
             return nested.get(name, config.get(name, default))
@@ -230,27 +313,21 @@ class DrafterConfig:
         for name in ("mask_token_id", "target_layer_ids"):
             if find(name) is None:
                 raise ConfigError(f"the drafter's config.json has no {name}; it is never guessed")
-        rope = config.get("rope_parameters") or {}
+        rope = _section(config, "rope_parameters")
         theta = rope.get("rope_theta", config.get("rope_theta"))
         if theta is None:
             raise ConfigError("the drafter's config.json has no rope_theta")
-        layers = _need(config, "num_hidden_layers")
-        types = tuple(config.get("layer_types") or [FULL] * layers)
-        if len(types) != layers:
-            raise ConfigError(
-                f"layer_types has {len(types)} entries, num_hidden_layers is {layers}"
-            )
         causal = find("is_causal", find("causal"))
         return cls(
             **{name: _need(config, name) for name in _DRAFTER_SIZES},
-            layer_types=types,
-            target_layer_ids=tuple(find("target_layer_ids")),
+            layer_types=_layer_types(config, lambda _: FULL),
+            target_layer_ids=find("target_layer_ids"),
             mask_token_id=find("mask_token_id"),
             block_size=find("block_size", 16),
             sliding_window=config.get("sliding_window"),
             is_causal=causal,
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            rope_theta=float(theta),
+            rope_theta=theta,
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -292,19 +369,20 @@ _DRAFTER_SIZES = (
 class WeaverConfig:
     """Weaver adapter: `d_model`, `d_rank`, ... are the names of its published configuration."""
 
-    d_model: int
-    d_embed: int
-    d_rank: int
-    num_heads: int
-    mlp_dim: int
-    num_layers: int = 1
-    depth: int = 15
-    candidate_pool_size: int = 512
+    d_model: Size
+    d_embed: Size
+    d_rank: Size
+    num_heads: Size
+    mlp_dim: Size
+    num_layers: Size = 1
+    depth: Size = 15
+    candidate_pool_size: Size = 512
     variant: Literal["learned_gelu", "rope_swiglu"] = "learned_gelu"
     gelu: Literal["tanh", "erf"] = "tanh"
-    rope_base: float = 10000.0
+    rope_base: RopeBase = 10000.0
 
     def __post_init__(self) -> None:
+        _check_fields(self)
         if self.variant not in ("learned_gelu", "rope_swiglu"):
             raise ConfigError(f"variant must be learned_gelu or rope_swiglu, got {self.variant!r}")
         if self.gelu not in ("tanh", "erf"):
@@ -334,11 +412,11 @@ class WeaverConfig:
             num_heads=_need(config, "num_heads"),
             mlp_dim=_need(config, "mlp_dim"),
             num_layers=config.get("num_layers", 1),
-            depth=_need(config, "K"),
+            depth=_obey(_SIZE, "K", _need(config, "K")),
             candidate_pool_size=_need(config, "candidate_pool_size"),
             variant="learned_gelu" if learned else "rope_swiglu",
             gelu=config.get("gelu", "tanh"),
-            rope_base=float(config.get("rope_base", 10000.0)),
+            rope_base=config.get("rope_base", 10000.0),
         )
 
     def to_published(self) -> dict[str, Any]:
@@ -366,8 +444,8 @@ class TreeConfig:
     """Shape of a draft tree: `budget` drafted nodes, grown `expand` at a time.
 
     Attributes:
-      budget: drafted nodes, the root not counted (B in the paper). 63 and their root fill 64 rows,
-        which an H200 verifies 2% faster than 65.
+      budget: drafted nodes, the root not counted (B in the paper), at most MAX_BUDGET. 63 and their
+        root fill 64 rows, which an H200 verifies 2% faster than 65.
       expand: frontier entries that become nodes at once (w); one Weaver call expands them all.
       children: pool tokens offered by an expanded node; 8 in the authors' code, which binds where
         the target is uncertain.
@@ -387,8 +465,11 @@ class TreeConfig:
                     f"TreeConfig.{name} must be a positive integer, got {getattr(self, name)!r}"
                 )
             object.__setattr__(self, name, value)
-        if self.pool > MAX_POOL:
-            raise ConfigError(f"TreeConfig.pool must be at most {MAX_POOL}, got {self.pool}")
+        for name, most in (("budget", MAX_BUDGET), ("pool", MAX_POOL)):
+            if getattr(self, name) > most:
+                raise ConfigError(
+                    f"TreeConfig.{name} must be at most {most}, got {getattr(self, name)}"
+                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -419,10 +500,10 @@ class Sampling:
             ("top_p", "lie in (0, 1]", lambda x: 0 < x <= 1),
             ("min_p", "lie in [0, 1]", lambda x: 0 <= x <= 1),
         ):
-            value = getattr(self, name)
-            number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-            if not number or not holds(value):
-                raise ConfigError(f"{name} must {allowed}, got {value!r}")
+            value = as_float(getattr(self, name))
+            if value is None or not holds(value):
+                raise ConfigError(f"{name} must {allowed}, got {getattr(self, name)!r}")
+            object.__setattr__(self, name, value)
         for name, high in (("top_k", 2**31 - 1), ("seed", 2**32 - 1)):
             value = as_int(getattr(self, name))
             if value is None or not 0 <= value <= high:
@@ -436,11 +517,73 @@ class Sampling:
 
 def made(kind: type[Kind], entries: Mapping[str, Any], where: str) -> Kind:
     """`kind(**entries)` with lists as tuples; ConfigError that names `where` if they do not fit."""
+    as_object(entries, where)
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in entries.items()}
     try:
         return kind(**values)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{where}: {error}") from None
+
+
+def as_object(value: Any, name: str) -> Mapping[str, Any]:
+    """`value` itself; ConfigError that names it if it is no JSON object."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} must be an object, got {value!r}")
+    return value
+
+
+def token_ids(name: str, value: Any, rows: int) -> tuple[int, ...]:
+    """One id or several as a tuple; ConfigError if they are no end tokens of `rows` rows."""
+    several = value if isinstance(value, list | tuple) else [value]
+    ids = tuple(as_int(one) for one in several)
+    known = tuple(one for one in ids if one is not None and 0 <= one < rows)
+    if len(known) < len(ids) or len(ids) > MAX_END_TOKENS:
+        raise ConfigError(
+            f"{name} must be an id or a list of at most {MAX_END_TOKENS} ids in 0..{rows - 1}, "
+            f"got {value!r}"
+        )
+    return known
+
+
+def _check_fields(config: VerifierConfig | DrafterConfig | WeaverConfig) -> None:
+    """Checks every field that has a rule, and keeps numbers and lists as the rule reads them."""
+    for field in dataclasses.fields(config):
+        rule = _rules(type(config)).get(field.name)
+        value = getattr(config, field.name)
+        if rule is not None and not (value is None and field.default is None):
+            object.__setattr__(config, field.name, _obey(rule, field.name, value))
+
+
+@functools.cache
+def _rules(kind: type) -> dict[str, _Rule]:
+    hints = get_type_hints(kind, include_extras=True)
+    return {
+        name: rule for name, hint in hints.items() for rule in getattr(hint, "__metadata__", ())
+    }
+
+
+def _obey(rule: _Rule, name: str, value: Any) -> Any:
+    kept = rule.read(value)
+    if kept is None:
+        raise ConfigError(f"{name} must be {rule.allowed}, got {value!r}")
+    return kept
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = config.get(name)
+    return {} if value is None else as_object(value, name)
+
+
+def _layer_types(config: Mapping[str, Any], usual: Callable[[int], str]) -> tuple[str, ...]:
+    """`layer_types`, one for each of `num_hidden_layers`; the usual ones if there are none."""
+    layers = _obey(_SIZE, "num_hidden_layers", _need(config, "num_hidden_layers"))
+    given = config.get("layer_types")
+    if given is None:
+        return tuple(usual(index) for index in range(layers))
+    types = _obey(_NAMES, "layer_types", given)
+    if len(types) != layers:
+        raise ConfigError(f"layer_types has {len(types)} entries, num_hidden_layers is {layers}")
+    return types
 
 
 def _need(config: Mapping[str, Any], name: str) -> Any:
@@ -459,19 +602,3 @@ def _refuse(config: Mapping[str, Any], name: str, supported: Any) -> None:
 def _check_divides(name: str, whole: int, part: int) -> None:
     if part < 1 or whole % part:
         raise ConfigError(f"{name} = {whole} is not a multiple of {part}")
-
-
-def as_int(value: Any) -> int | None:
-    """A Python, NumPy or JAX integer as an int; None for anything else, booleans included."""
-    if isinstance(value, bool):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
-
-
-def _as_ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)

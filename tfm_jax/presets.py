@@ -12,8 +12,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tfm_jax.checkpoints.errors import CheckpointError
 from tfm_jax.checkpoints.pairing import check_pair
-from tfm_jax.config import ConfigError, DrafterConfig, VerifierConfig, WeaverConfig, made
+from tfm_jax.config import (
+    ConfigError,
+    DrafterConfig,
+    VerifierConfig,
+    WeaverConfig,
+    as_object,
+    made,
+)
 
 # In a checkout, and in an installed package.
 _FOLDERS = (Path(__file__).parents[1] / "configs", Path(__file__).parent / "configs")
@@ -44,19 +52,27 @@ def geometry(name: str | Path) -> Geometry:
         raise ConfigError(
             f"{name}: no such preset or file; presets are {', '.join(preset_names())}"
         )
-    return parse_geometry(json.loads(path.read_text("utf-8")), str(path))
+    try:
+        settings = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    return parse_geometry(settings, str(path))
 
 
 def parse_geometry(settings: Mapping[str, Any], source: str) -> Geometry:
     """The sizes in `settings`, which was read from `source`."""
     parts = {"verifier": VerifierConfig, "drafter": DrafterConfig, "weaver": WeaverConfig}
+    as_object(settings, source)
     missing = [part for part in parts if part not in settings]
     if missing:
         raise ConfigError(f"{source} has no {' and no '.join(missing)}")
     found = Geometry(
         **{part: made(kind, settings[part], f"{source}: {part}") for part, kind in parts.items()}
     )
-    check_pair(found.verifier, found.drafter, found.weaver)
+    try:
+        check_pair(found.verifier, found.drafter, found.weaver)
+    except CheckpointError as error:
+        raise ConfigError(f"{source}: {error}") from None
     return found
 
 

@@ -14,6 +14,7 @@ from tfm_jax.checkpoints.opened import open_weaver
 from tfm_jax.cli import main
 
 ROOT = Path(__file__).parents[2]
+TOKENIZER = ROOT / "tfm_jax" / "assets" / "pocket" / "verifier" / "tokenizer.json"
 
 
 def digest(directory):
@@ -42,14 +43,14 @@ def test_a_verifier_comes_back_bit_for_bit(fixtures, tmp_path, layout):
 
 
 def test_a_trio_comes_back_bit_for_bit(trio_dir, tmp_path):
-    (trio_dir / "verifier" / "tokenizer.json").write_text('{"version": "1.0"}')
+    shutil.copyfile(TOKENIZER, trio_dir / "verifier" / "tokenizer.json")
     before = digest(trio_dir)
     report = convert(trio_dir, tmp_path / "out")
     assert digest(trio_dir) == before
     assert report.copied == ("tokenizer.json", "generation_config.json")
     direct, stored = read_trio(trio_dir), read_trio(tmp_path / "out")
     assert stored.tokenizer == tmp_path / "out" / "tokenizer.json"
-    assert stored.tokenizer.read_text() == '{"version": "1.0"}'
+    assert stored.tokenizer.read_bytes() == TOKENIZER.read_bytes()
     assert stored.eos_token_ids == direct.eos_token_ids == (508,)
     for name in ("verifier", "drafter", "weaver"):
         assert getattr(stored, name).config == getattr(direct, name).config
@@ -104,6 +105,62 @@ def test_only_conversions_are_overwritten(trio_dir, tmp_path):
     for target in (trio_dir, tmp_path):
         with pytest.raises(CheckpointError, match="replace its own source"):
             convert(trio_dir, target, overwrite=True)
+
+
+@pytest.mark.parametrize("part", ["drafter", "weaver"])
+def test_a_conversion_does_not_replace_what_it_reads(trio_dir, tmp_path, part):
+    target = tmp_path / "out"
+    convert(trio_dir, target)
+    inside = target / "run" / part
+    shutil.copytree(trio_dir / {"drafter": "dflash", "weaver": "weaver"}[part], inside)
+    before = digest(tmp_path)
+    with pytest.raises(CheckpointError, match=f"would replace its own source {inside}"):
+        convert(trio_dir, target, overwrite=True, **{part: inside})
+    assert digest(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["mine.txt", "weights/mine.txt", "tokenizer.json", "a/b/link"])
+def test_a_conversion_with_other_files_is_not_replaced(verifier_dir, tmp_path, name):
+    target = tmp_path / "out"
+    convert(verifier_dir, target)
+    (target / name).parent.mkdir(parents=True, exist_ok=True)
+    if name.endswith("link"):
+        (target / name).symlink_to(verifier_dir)
+    else:
+        shutil.copyfile(TOKENIZER, target / name)
+    before = digest(tmp_path)
+    with pytest.raises(CheckpointError, match=f"did not write, it is not replaced: {name}$"):
+        convert(verifier_dir, target, overwrite=True)
+    assert digest(tmp_path) == before
+
+
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_link_is_not_replaced(verifier_dir, tmp_path, dangling):
+    if not dangling:
+        convert(verifier_dir, tmp_path / "out")
+    (tmp_path / "link").symlink_to("out")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match="link is a link; name the directory itself"):
+        convert(verifier_dir, tmp_path / "link", overwrite=True)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_broken_tokenizer_writes_nothing(verifier_dir, tmp_path):
+    (verifier_dir / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is not a readable tokenizer"):
+        convert(verifier_dir, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.symlink_to("nowhere")])
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json"])
+def test_a_directory_or_dead_link_is_no_text_file(verifier_dir, tmp_path, name, make):
+    (verifier_dir / name).unlink(missing_ok=True)
+    make(verifier_dir / name)
+    for read in (read_trio, lambda source: convert(source, tmp_path / "out")):
+        with pytest.raises(CheckpointError, match=f"{name} is no file"):
+            read(verifier_dir)
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -186,6 +243,30 @@ def test_a_damaged_conversion_is_refused(verifier_dir, tmp_path, edit):
     edit(whole / "config.json", lambda config: config.update(version=99))
     with pytest.raises(CheckpointError, match="has version 99"):
         read_trio(whole)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("verifier", None, "verifier must be an object, got None"),
+        ("verifier", [], r"verifier must be an object, got \[\]"),
+        ("drafter", "4", "drafter must be an object, got '4'"),
+        ("weaver", None, "weaver must be an object, got None"),
+        ("files", [1], r"files must be an object of sizes by name, got \[1\]"),
+    ],
+)
+def test_a_changed_description_is_refused(verifier_dir, tmp_path, edit, key, value, message):
+    convert(verifier_dir, tmp_path / "out")
+    edit(tmp_path / "out" / "config.json", lambda config: config.update({key: value}))
+    with pytest.raises(CheckpointError, match=rf"config\.json: {message}"):
+        read_trio(tmp_path / "out")
+
+
+def test_a_changed_list_of_copies_is_refused(verifier_dir, tmp_path, edit):
+    convert(verifier_dir, tmp_path / "out")
+    edit(tmp_path / "out" / "config.json", lambda config: config.update(copied=4))
+    with pytest.raises(CheckpointError, match=r"config\.json: copied must be a list .* got 4"):
+        convert(verifier_dir, tmp_path / "out", overwrite=True)
 
 
 @pytest.mark.parametrize("missing", ["src", "drafter", "weaver"])

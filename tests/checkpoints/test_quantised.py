@@ -107,3 +107,10 @@ def test_other_schemes_are_refused(fp8_dir, edit, settings):
     edit(fp8_dir / "config.json", lambda c: c["quantization_config"].update(settings))
     with pytest.raises(CheckpointError, match=r"quant_method|weight_block_size"):
         open_verifier(fp8_dir)
+
+
+@pytest.mark.parametrize("value", ["4", [], 0])
+def test_a_scheme_is_an_object(fp8_dir, edit, value):
+    edit(fp8_dir / "config.json", lambda c: c.update(quantization_config=value))
+    with pytest.raises(CheckpointError, match="quantization_config must be an object"):
+        open_verifier(fp8_dir)

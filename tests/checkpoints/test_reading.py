@@ -184,6 +184,32 @@ def test_generation_settings_win_over_the_config(verifier_dir, edit, value, expe
     assert read_trio(verifier_dir).eos_token_ids == expected
 
 
+@pytest.mark.parametrize("value", ["4", [1.5], True, -1, [10**9], 2**70, list(range(9)), [None]])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_impossible_stop_tokens_are_refused(verifier_dir, edit, name, value):
+    edit(verifier_dir / name, lambda settings: settings.update(eos_token_id=value))
+    message = rf"/{name}: eos_token_id must be an id or a list of at most 8 ids in 0\.\.511, got"
+    with pytest.raises(CheckpointError, match=message):
+        read_trio(verifier_dir)
+
+
+@pytest.mark.parametrize("part", ["verifier", "dflash", "weaver"])
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", "4", "null"])
+def test_what_is_no_json_object_is_refused(trio_dir, part, text):
+    (trio_dir / part / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=rf"{part}/config\.json (is not JSON|holds no JSON)"):
+        read_trio(trio_dir)
+
+
+@pytest.mark.parametrize(
+    ("part", "key"), [("verifier", "hidden_size"), ("dflash", "block_size"), ("weaver", "K")]
+)
+def test_a_bad_entry_is_named_with_its_file(trio_dir, edit, part, key):
+    edit(trio_dir / part / "config.json", lambda config: config.update({key: "4"}))
+    with pytest.raises(CheckpointError, match=rf"{part}/config\.json: {key} must be .*, got '4'"):
+        read_trio(trio_dir)
+
+
 def test_a_trio_is_found_by_its_folders(trio_dir):
     (trio_dir / "verifier" / "tokenizer.json").write_text("{}")
     trio = read_trio(trio_dir)

@@ -60,6 +60,14 @@ def test_impossible_headers_are_refused(tmp_path, entry, cause):
         read_file(path)
 
 
+def test_a_deeply_nested_header_is_refused(tmp_path):
+    header = b"[" * 100_000
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match=r"x\.safetensors has a damaged header"):
+        read_file(path)
+
+
 def test_overlapping_tensors_are_refused(tmp_path):
     entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     path = raw_file(tmp_path / "x.safetensors", {"a": entry, "b": entry}, b"\0" * 8)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from tfm_jax.checkpoints.errors import CheckpointError
-from tfm_jax.checkpoints.store import is_stored, write_store
+from tfm_jax.checkpoints.opened import find_file
+from tfm_jax.checkpoints.store import foreign_files, is_stored, write_store
 from tfm_jax.checkpoints.trio import check_dtype, open_trio
+from tfm_jax.text import load_tokenizer
 
 _TEXT_FILES = (
     "tokenizer.json",
@@ -62,7 +64,7 @@ def convert(
       weaver: directory, `.pth` or `.safetensors` file of the Weaver, if not in `src`.
       dtype: see `read_trio`.
       strict: refuse tensors that no network has a place for.
-      overwrite: replace `dst` if it was made by a conversion.
+      overwrite: replace `dst` if it holds what a conversion wrote, and nothing else.
       on_stage: called with the name of each stage.
 
     Raises:
@@ -70,18 +72,20 @@ def convert(
     """
     source, target = Path(src), Path(dst)
     wanted = check_dtype(dtype)
-    _check_target(source, target, overwrite)
+    sources = [source, *(Path(path) for path in (drafter, weaver) if path is not None)]
+    _check_target(sources, target, overwrite)
     on_stage("checking")
     opened = open_trio(source, drafter=drafter, weaver=weaver, strict=strict)
+    texts = _find_texts(opened.text_files)
     parts = opened.parts()
     on_stage("reading")
     params = {name: part.load(wanted) for name, part in parts.items()}
-    copied = tuple(name for name in _TEXT_FILES if (opened.text_files / name).is_file())
     on_stage("writing")
     with _whole_directory(target) as directory:
-        write_store(directory, {name: part.config for name, part in parts.items()}, params)
-        for name in copied:
-            shutil.copyfile(opened.text_files / name, directory / name)
+        configs = {name: part.config for name, part in parts.items()}
+        write_store(directory, configs, params, copied=list(texts))
+        for name, text in texts.items():
+            shutil.copyfile(text, directory / name)
     return Report(
         read={n: (p.source, len(p.files), len(params[n])) for n, p in parts.items()},
         skipped={
@@ -90,20 +94,41 @@ def convert(
             for pattern, names in part.matched.ignored.items()
         },
         unknown=tuple(name for part in parts.values() for name in part.matched.unknown),
-        copied=copied,
+        copied=tuple(texts),
         size=sum(array.nbytes for part in params.values() for array in part.values()),
     )
 
 
-def _check_target(source: Path, target: Path, overwrite: bool) -> None:
+def _check_target(sources: Sequence[Path], target: Path, overwrite: bool) -> None:
+    if target.is_symlink():
+        raise CheckpointError(f"{target} is a link; name the directory itself")
     if not target.exists():
         return
-    if target.resolve() in (source.resolve(), *source.resolve().parents):
-        raise CheckpointError(f"{target} would replace its own source {source}")
+    for source in sources:
+        if source.resolve().is_relative_to(target.resolve()):
+            raise CheckpointError(f"{target} would replace its own source {source}")
     if not overwrite:
         raise CheckpointError(f"{target} exists; overwrite (--overwrite) replaces it")
     if not is_stored(target):
         raise CheckpointError(f"{target} was not made by a conversion, it is not replaced")
+    foreign = foreign_files(target)
+    if foreign:
+        raise CheckpointError(
+            f"{target} holds files that its conversion did not write, it is not replaced: "
+            f"{', '.join(foreign[:5])}{', ...' * (len(foreign) > 5)}"
+        )
+
+
+def _find_texts(directory: Path) -> dict[str, Path]:
+    """The files to copy by name; CheckpointError for a tokenizer that could not be loaded."""
+    found = {name: find_file(directory, name) for name in _TEXT_FILES}
+    texts = {name: path for name, path in found.items() if path is not None}
+    if "tokenizer.json" in texts:
+        try:
+            load_tokenizer(texts["tokenizer.json"])
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
+    return texts
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -16,7 +17,7 @@ from tfm_jax.checkpoints.errors import CheckpointError
 from tfm_jax.checkpoints.matching import Match, assemble, match
 from tfm_jax.checkpoints.safetensors_io import read_directory, read_file
 from tfm_jax.checkpoints.torch_pickle import read_torch_file
-from tfm_jax.config import ConfigError, DrafterConfig, VerifierConfig, WeaverConfig
+from tfm_jax.config import ConfigError, DrafterConfig, VerifierConfig, WeaverConfig, token_ids
 
 Config = TypeVar("Config", VerifierConfig, DrafterConfig, WeaverConfig)
 
@@ -55,13 +56,14 @@ def open_verifier(directory: Path, *, strict: bool = True) -> Opened[VerifierCon
     repeat its embedding as `lm_head.weight`; a different one is refused. Unknown tensors are
     refused if `strict`, otherwise listed in `matched.unknown`.
     """
-    published = read_json(directory / "config.json")
-    config = _configure(directory, VerifierConfig.from_hf, published)
+    file = directory / "config.json"
+    published = read_json(file)
+    config = _configure(file, VerifierConfig.from_hf, published)
     config = dataclasses.replace(config, eos_token_ids=_stop_ids(directory, config))
     try:
         block = quantised.block_size(published)
     except CheckpointError as error:
-        raise CheckpointError(f"{directory / 'config.json'}: {error}") from None
+        raise CheckpointError(f"{file}: {error}") from None
     tensors, files = read_directory(directory)
     if config.tie_word_embeddings:
         tensors = _without_tied_head(directory, tensors)
@@ -72,8 +74,9 @@ def open_verifier(directory: Path, *, strict: bool = True) -> Opened[VerifierCon
 
 def open_drafter(directory: Path, *, strict: bool = True) -> Opened[DrafterConfig]:
     """A DFlash drafter: `config.json` and safetensors without embedding and output matrix."""
-    published = read_json(directory / "config.json")
-    config = _configure(directory, DrafterConfig.from_hf, published)
+    file = directory / "config.json"
+    published = read_json(file)
+    config = _configure(file, DrafterConfig.from_hf, published)
     tensors, files = read_directory(directory)
     return check(config, directory, files, tensors, keymap=keymaps.DRAFTER, strict=strict)
 
@@ -86,14 +89,16 @@ def open_weaver(path: Path, *, strict: bool = True) -> Opened[WeaverConfig]:
     file = _weaver_file(path) if path.is_dir() else path
     if not file.is_file():
         raise CheckpointError(f"{file}: no such file")
+    source = file
     if file.suffix in (".pth", ".pt"):
         published, tensors = read_torch_file(file)
     elif file.suffix == ".safetensors":
-        published, tensors = read_json(file.parent / "config.json"), read_file(file)
+        source = file.parent / "config.json"
+        published, tensors = read_json(source), read_file(file)
     else:
         raise CheckpointError(f"{file}: a Weaver is a .pth or a .safetensors file")
     config = _configure(
-        file, lambda c: WeaverConfig.from_published(c, keys=set(tensors)), published
+        source, lambda c: WeaverConfig.from_published(c, keys=set(tensors)), published
     )
     return check(config, file, (file,), tensors, keymap=keymaps.WEAVER, strict=strict)
 
@@ -104,11 +109,19 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: no such file")
     try:
         value = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds no JSON object")
     return value
+
+
+def find_file(directory: Path, name: str) -> Path | None:
+    """The file of that name, None if there is none; CheckpointError if it is no file."""
+    path = directory / name
+    if not path.is_file() and os.path.lexists(path):
+        raise CheckpointError(f"{path} is no file, expected one or nothing of that name")
+    return path if path.is_file() else None
 
 
 def check(
@@ -145,14 +158,14 @@ def _configure(
 
 
 def _stop_ids(directory: Path, config: VerifierConfig) -> tuple[int, ...]:
-    path = directory / "generation_config.json"
-    value = read_json(path).get("eos_token_id") if path.is_file() else None
+    path = find_file(directory, "generation_config.json")
+    value = None if path is None else read_json(path).get("eos_token_id")
     if value is None:
         return config.eos_token_ids
-    ids = value if isinstance(value, list) else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise CheckpointError(f"{path}: eos_token_id must be one id or a list, got {value!r}")
-    return tuple(ids)
+    try:
+        return token_ids("eos_token_id", value, config.vocab_size)
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from None
 
 
 def _without_tied_head(directory: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

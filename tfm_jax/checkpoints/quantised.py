@@ -20,7 +20,10 @@ def is_float8(array: np.ndarray) -> bool:
 
 def block_size(config: Mapping[str, Any]) -> tuple[int, int]:
     """Rows and columns that share a scale, from `quantization_config`; refuses other schemes."""
-    quantisation = config.get("quantization_config") or {}
+    given = config.get("quantization_config")
+    quantisation = {} if given is None else given
+    if not isinstance(quantisation, Mapping):
+        raise CheckpointError(f"quantization_config must be an object, got {quantisation!r}")
     method = quantisation.get("quant_method", "fp8")
     if method != "fp8":
         raise CheckpointError(f"quant_method {method!r} is not supported, only block-scaled 'fp8'")

@@ -96,7 +96,7 @@ def _read_indexed(directory: Path, index: Path) -> tuple[dict[str, np.ndarray], 
     try:
         names = json.loads(index.read_text("utf-8"))["weight_map"]
         files = sorted({str(file) for file in names.values()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not an index with a weight_map: {error!r}") from None
     problems: list[str] = []
     shards: dict[str, dict[str, np.ndarray]] = {}
@@ -129,7 +129,7 @@ def _parse_header(
         listed = json.loads(header)
         listed.pop("__metadata__", None)
         entries = {name: _parse_entry(entry) for name, entry in listed.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} has a damaged header: {error}") from None
     position = 0
     for name, (_, _, begin, end) in sorted(entries.items(), key=lambda item: item[1][2:]):

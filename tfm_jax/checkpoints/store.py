@@ -6,7 +6,7 @@ Parameters lie under `weights/` as a nested dictionary, network first, then the 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ import orbax.checkpoint as ocp
 from tfm_jax.checkpoints import keymaps
 from tfm_jax.checkpoints.errors import CheckpointError, refuse
 from tfm_jax.checkpoints.opened import Opened, check, read_json
-from tfm_jax.config import ConfigError, DrafterConfig, VerifierConfig, WeaverConfig
+from tfm_jax.config import ConfigError, DrafterConfig, VerifierConfig, WeaverConfig, as_object
 
 FORMAT = "tfm_jax"
 VERSION = 1
+_NETWORKS = ("verifier", "drafter", "weaver")
 
 
 def is_stored(directory: Path) -> bool:
@@ -28,10 +29,20 @@ def is_stored(directory: Path) -> bool:
     return path.is_file() and _format(path) == FORMAT
 
 
+def foreign_files(directory: Path) -> list[str]:
+    """What lies in a converted directory, but was not written by its conversion."""
+    described = read_json(directory / "config.json")
+    written = {"config.json", *_sizes(directory, described), *_copied(directory, described)}
+    present = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted({str(path.relative_to(directory)) for path in present} - written)
+
+
 def write_store(
     directory: Path,
     configs: Mapping[str, VerifierConfig | DrafterConfig | WeaverConfig],
     params: Mapping[str, Mapping[str, np.ndarray]],
+    *,
+    copied: Sequence[str] = (),
 ) -> None:
     """Writes `config.json` and `weights/` into an existing directory.
 
@@ -39,6 +50,7 @@ def write_store(
       directory: without `weights/`.
       configs: by network: `verifier`, and `drafter` and `weaver` if there are any.
       params: for the same networks, arrays by dotted path.
+      copied: names of the files that are put beside these.
     """
     described: dict[str, Any] = {"format": FORMAT, "version": VERSION}
     for name, config in configs.items():
@@ -54,6 +66,7 @@ def write_store(
         for file in sorted((directory / "weights").rglob("*"))
         if file.is_file()
     }
+    described["copied"] = list(copied)
     (directory / "config.json").write_text(json.dumps(described, indent=2) + "\n", "utf-8")
 
 
@@ -70,7 +83,11 @@ def open_store(
             f"{directory} has version {described.get('version')!r} of the format, this program "
             f"reads {VERSION}; convert again"
         )
-    _check_files(directory, described.get("files") or {})
+    _check_files(directory, _sizes(directory, described))
+    try:
+        parts = {name: as_object(described[name], name) for name in _NETWORKS if name in described}
+    except ConfigError as error:
+        raise CheckpointError(f"{directory / 'config.json'}: {error}") from None
     weights = directory / "weights"
     try:
         with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
@@ -80,8 +97,8 @@ def open_store(
             f"{weights} is damaged or incomplete, convert again: {_first_line(error)}"
         ) from error
     tensors = {name: dict(_flatten(part)) for name, part in tree.items()}
-    absent = [n for n in ("verifier", "drafter", "weaver") if n in described and n not in tensors]
-    if absent or "verifier" not in described:
+    absent = [name for name in parts if name not in tensors]
+    if absent or "verifier" not in parts:
         raise CheckpointError(f"{directory} has no weights of: {', '.join(absent) or 'verifier'}")
 
     def network(name: str, config: Any, keymap: keymaps.KeyMap) -> Any:
@@ -94,11 +111,11 @@ def open_store(
         )
 
     try:
-        verifier = VerifierConfig.from_hf(described["verifier"])
-        drafter = DrafterConfig.from_hf(described["drafter"]) if "drafter" in described else None
+        verifier = VerifierConfig.from_hf(parts["verifier"])
+        drafter = DrafterConfig.from_hf(parts["drafter"]) if "drafter" in parts else None
         weaver = (
-            WeaverConfig.from_published(described["weaver"], keys=set(tensors["weaver"]))
-            if "weaver" in described
+            WeaverConfig.from_published(parts["weaver"], keys=set(tensors["weaver"]))
+            if "weaver" in parts
             else None
         )
     except ConfigError as error:
@@ -115,6 +132,24 @@ class _Uncopied(np.ndarray):
 
     def __deepcopy__(self, memo: Any) -> _Uncopied:
         return self
+
+
+def _sizes(directory: Path, described: Mapping[str, Any]) -> Mapping[str, int]:
+    sizes = described.get("files", {})
+    if not isinstance(sizes, dict):
+        raise CheckpointError(
+            f"{directory / 'config.json'}: files must be an object of sizes by name, got {sizes!r}"
+        )
+    return sizes
+
+
+def _copied(directory: Path, described: Mapping[str, Any]) -> Sequence[str]:
+    names = described.get("copied", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(
+            f"{directory / 'config.json'}: copied must be a list of file names, got {names!r}"
+        )
+    return names
 
 
 def _check_files(directory: Path, sizes: Mapping[str, int]) -> None:

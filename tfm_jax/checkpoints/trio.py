@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from tfm_jax.checkpoints.errors import CheckpointError
-from tfm_jax.checkpoints.opened import Config, Opened, open_drafter, open_verifier, open_weaver
+from tfm_jax.checkpoints.opened import (
+    Config,
+    Opened,
+    find_file,
+    open_drafter,
+    open_verifier,
+    open_weaver,
+)
 from tfm_jax.checkpoints.pairing import check_pair
 from tfm_jax.checkpoints.store import is_stored, open_store
 from tfm_jax.config import DrafterConfig, VerifierConfig, WeaverConfig
@@ -86,12 +93,12 @@ def read_trio(path: str | Path, *, dtype: str | None = None) -> StoredTrio:
     wanted = check_dtype(dtype)
     opened = open_trio(path)
     verifier, drafter, weaver = opened.verifier, opened.drafter, opened.weaver
-    tokenizer = opened.text_files / "tokenizer.json"
+    tokenizer = find_file(opened.text_files, "tokenizer.json")
     return StoredTrio(
         verifier=Part(verifier.config, verifier.load(wanted)),
         drafter=None if drafter is None else Part(drafter.config, drafter.load(wanted)),
         weaver=None if weaver is None else Part(weaver.config, weaver.load(wanted)),
-        tokenizer=tokenizer if tokenizer.is_file() else None,
+        tokenizer=tokenizer,
     )
 
 

@@ -32,7 +32,7 @@ def convert(
       weaver: Directory, .pth or .safetensors file of the Weaver, if not in SRC.
       dtype: Store weights in this type. A_log, dt_bias and the gated norm are never narrowed.
       allow_unknown: Go on, and list them, where tensors have no place in any network.
-      overwrite: Replace DST if it was made by a conversion.
+      overwrite: Replace DST if it holds what a conversion wrote, and nothing else.
     """
     from tfm_jax.checkpoints import convert as convert_checkpoints
 

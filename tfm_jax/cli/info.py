@@ -9,7 +9,7 @@ from rich.table import Table
 
 from tfm_jax.cli.output import print_json, show
 from tfm_jax.cli.setting import kernel_path, run_setting
-from tfm_jax.config import TreeConfig
+from tfm_jax.config import MAX_END_TOKENS, TreeConfig
 
 if TYPE_CHECKING:
     from tfm_jax.checkpoints.trio import OpenedTrio
@@ -39,7 +39,6 @@ def _describe(model: str, dtype: str | None) -> dict[str, Any]:
 
     from tfm_jax.checkpoints.build import parameter_shapes
     from tfm_jax.checkpoints.trio import open_trio
-    from tfm_jax.decoding.state import MAX_END_TOKENS
     from tfm_jax.model import default_dtype, directory
 
     opened = open_trio(directory(model))

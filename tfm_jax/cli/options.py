@@ -40,7 +40,7 @@ class TreeOptions:
     """Shape of a draft tree; `dflash` drafts a chain and uses budget and pool alone.
 
     Attributes:
-      budget: Drafted nodes a round.
+      budget: Drafted nodes a round, at most 1024.
       expand: Nodes that get children at once, in one call of the Weaver.
       children: Children offered to a node.
       pool: Candidate tokens kept per future position.

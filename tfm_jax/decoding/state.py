@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.weaver_step import Weights
-from tfm_jax.config import Sampling
+from tfm_jax.config import MAX_END_TOKENS, Sampling
 from tfm_jax.models.dflash import Drafter, DrafterCache
 from tfm_jax.models.qwen36 import Cache, Verifier
 from tfm_jax.models.weaver import Weaver
 
-MAX_END_TOKENS = 8
 NO_TOKEN = -1
 
 
