@@ -14,6 +14,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from safetensors.numpy import load_file
 
+import tfm_jax.training.run as training
 from tfm_jax.checkpoints import read_trio
 from tfm_jax.training.checkpoint import Checkpoints
 from tfm_jax.training.continuations import Continuations
@@ -203,6 +204,107 @@ def test_continuations_from_a_corpus(run, given, trio_dir, tmp_path):
     assert "nothing to build from" in refused.err
 
 
+def stop_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs write random continuations, and stop once these are stored."""
+
+    def write(verifier, corpus, options, **_):
+        del verifier, corpus
+        rows, total = options["rows"], options["total"]
+        return Continuations(
+            tokens=np.random.default_rng(0).integers(4, 8000, (rows, total)).astype(np.uint16),
+            prompt=np.full(rows, options["shortest"], np.int32),
+            temperature=np.ones(rows, np.float32),
+        )
+
+    def stop(*_):
+        raise RuntimeError("stopped")
+
+    monkeypatch.setattr(training, "write_continuations", write)
+    monkeypatch.setattr(training, "initial_weaver", stop)
+
+
+def test_leftovers_of_other_sources_are_refused(
+    run, given, trio_dir, damaged, tmp_path, monkeypatch
+):
+    stop_before_training(monkeypatch)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "a.txt").write_text(" ".join(f"number {n}," for n in range(200)))
+    command = arguments(given, trio_dir, tmp_path / "out")
+    with pytest.raises(RuntimeError, match="stopped"):
+        run(*command)
+    (damaged / "verifier" / "model.safetensors").write_bytes(
+        (trio_dir / "verifier" / "model.safetensors").read_bytes()[:-1] + b"?"
+    )
+    for more, message in (
+        (["--text", str(other)], f"text was {given / 'text'}, now {other}"),
+        (["--text", str(tmp_path / "gone")], "gone does not exist"),
+        (["--model", str(damaged)], f"verifier was {trio_dir}, now {damaged}"),
+        (["--seed", "5"], "seed was 0, now 5"),
+        (["--dtype", "bfloat16"], "dtype was float32, now bfloat16"),
+    ):
+        for resume in ([], ["--resume"]):
+            refused = run(*command, *more, *resume)
+            assert refused.status == 2
+            assert message in refused.err
+    # The same sources again: what lies there is taken.
+    monkeypatch.setattr(training, "write_continuations", None)
+    with pytest.raises(RuntimeError, match="stopped"):
+        run(*command)
+    (tmp_path / "out" / "sources.json").unlink()
+    assert "no sources.json that says what from" in run(*command).err
+
+
+def test_a_run_goes_on_against_the_networks_that_it_began_with(
+    run, given, trio_dir, damaged, tmp_path, monkeypatch
+):
+    stop_before_training(monkeypatch)
+    texts = tmp_path / "texts.npz"
+    tokens = np.random.default_rng(0).integers(4, 8000, (8, 40)).astype(np.uint16)
+    few = {"prompt": np.full(8, 6, np.int32), "temperature": np.ones(8, np.float32)}
+    Continuations(tokens=tokens, **few).save(texts)
+    command = arguments(given, trio_dir, tmp_path / "out")
+    command = [*command[: command.index("--text")], "--texts", str(texts)]
+    with pytest.raises(RuntimeError, match="stopped"):
+        run(*command)
+    (tmp_path / "out" / "checkpoints").mkdir()
+    weights = damaged / "dflash" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    refused = run(*command, "--resume", "--model", str(damaged))
+    assert refused.status == 2
+    assert f"drafter was {trio_dir}, now {damaged}" in refused.err
+    with pytest.raises(RuntimeError, match="stopped"):
+        run(*command, "--resume")
+
+
+def test_a_text_that_fails_leaves_the_folder_free(run, given, trio_dir, tmp_path, monkeypatch):
+    stop_before_training(monkeypatch)
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_bytes(bytes(range(256)) * 9)
+    command = arguments(given, trio_dir, tmp_path / "out")
+    assert "too short" in run(*command, "--text", str(tmp_path / "text")).err
+    with pytest.raises(RuntimeError, match="stopped"):
+        run(*command)
+
+
+def test_texts_without_room_are_refused_before_they_are_written(run, given, trio_dir, tmp_path):
+    command = arguments(given, trio_dir, tmp_path / "out")
+    sizes = {"total": 12, "prompt": 12, "shortest": 10}
+    file = spoiled(given, lambda s: s["stages"]["continuations"].update(sizes))
+    command[command.index("--config") + 1] = file
+    assert "continuations of 12 tokens have no room for a prompt of 10" in run(*command).err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_recipe_may_leave_out_its_rows(run, given, trio_dir, tmp_path, monkeypatch):
+    stop_before_training(monkeypatch)
+    command = arguments(given, trio_dir, tmp_path / "out")
+    file = spoiled(given, lambda s: s["stages"]["weaver"]["recipe"].pop("rows"))
+    command[command.index("--config") + 1] = file
+    with pytest.raises(RuntimeError, match="stopped"):
+        run(*command)
+
+
 def spoiled(given: Path, edit) -> str:
     settings = json.loads(json.dumps(CONFIG))
     edit(settings)
@@ -248,9 +350,11 @@ def test_bad_options_are_one_line(run, given, trio_dir, tmp_path, options, messa
         ),
         (lambda s: s["stages"].update(drafter={}), "no stage is called drafter"),
         (lambda s: s["stages"]["weaver"].pop("log_every"), "weaver.log_every is missing"),
-        (lambda s: s["stages"]["weaver"]["recipe"].update(rows=0), "rows and anchors must be"),
+        (lambda s: s["stages"]["weaver"]["recipe"].update(rows=0), "recipe: rows must be positive"),
         (lambda s: s["stages"]["weaver"]["recipe"].update(mode="x"), "mode must be fixed"),
+        (lambda s: s["stages"]["weaver"]["recipe"].update(rows="2"), "rows must be an integer"),
         (lambda s: s["stages"]["weaver"]["optimiser"].update(rate=1), "'rate'"),
+        (lambda s: s["stages"]["weaver"].update(log_every=0), "weaver.log_every must be positive"),
         (lambda s: s.update(weaver={"d_model": 8}), "weaver: WeaverConfig.__init__() missing"),
     ],
 )

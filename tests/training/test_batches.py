@@ -1,6 +1,8 @@
 """Packing of a corpus and the sampler of training batches."""
 
+import io
 import json
+import lzma
 import random
 from collections import Counter
 from pathlib import Path
@@ -210,3 +212,17 @@ def test_prompts_begin_held_back_paragraphs(corpus, tokenizer, tmp_path):
 def test_equal_shares_fill_up_from_the_rich_domains():
     assert batches._equal_shares({"a": 3, "b": 100, "c": 50}, 60) == {"a": 3, "b": 29, "c": 28}
     assert batches._equal_shares({"a": 3, "b": 4}, 60) == {"a": 3, "b": 4}
+
+
+@pytest.mark.parametrize("wrong", ["text", "cut", "array", "floats", "no archive"])
+def test_other_files_than_packed_tokens_are_refused(tmp_path: Path, wrong: str) -> None:
+    file, inner = tmp_path / "tokens.npz.xz", io.BytesIO()
+    array = np.zeros(9, np.float32 if wrong == "floats" else np.uint16)
+    if wrong == "array":
+        np.save(inner, array)
+    else:
+        np.savez(inner, **{"train.prose": array})
+    data = lzma.compress(b"nothing" if wrong == "no archive" else inner.getvalue())
+    file.write_bytes({"text": b"no tokens", "cut": data[:-20]}.get(wrong, data))
+    with pytest.raises(ValueError, match=r"tokens\.npz\.xz holds no packed tokens: "):
+        load_streams(file)

@@ -158,6 +158,47 @@ def test_other_files_are_refused(tmp_path, wrong: str) -> None:
         Continuations.load(file)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": np.full((7, 20), -1)}, "tokens must be at least 0, got int64 from -1 to -1"),
+        ({"tokens": np.zeros((7, 20))}, "tokens must be integers, got float64"),
+        ({"tokens": np.full((7, 20), "a")}, "tokens must be integers, got <U1"),
+        ({"prompt": np.full(7, 4.0)}, "prompt must be integers, got float64"),
+        ({"prompt": np.full(7, 21)}, r"prompt must be in 0\.\.20, got int64 from 21 to 21"),
+        ({"prompt": np.full(7, -1)}, r"prompt must be in 0\.\.20"),
+        ({"temperature": np.full(7, np.nan)}, "temperature must be finite and at least 0"),
+        ({"temperature": np.full(7, -1.0)}, "temperature must be finite and at least 0"),
+        ({"temperature": np.full(7, "1")}, "temperature must be numbers, got <U1"),
+    ],
+)
+def test_arrays_of_another_kind_are_refused(tmp_path, change: dict, message: str) -> None:
+    dataclasses.replace(texts(), **change).save(tmp_path / "texts.npz")
+    with pytest.raises(ValueError, match=rf"texts\.npz: {message}"):
+        Continuations.load(tmp_path / "texts.npz")
+
+
+def test_arrays_of_other_widths_are_taken(tmp_path) -> None:
+    wide = {"prompt": np.full(7, 4, np.uint8), "temperature": np.ones(7, int)}
+    dataclasses.replace(texts(), **wide).save(tmp_path / "texts.npz")
+    back = Continuations.load(tmp_path / "texts.npz")
+    assert (back.prompt.dtype, back.temperature.dtype) == (np.int32, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batches": 0}, "batches must be positive, got 0"),
+        ({"shortest": -3}, "shortest must be positive, got -3"),
+        ({"greedy_share": 7}, r"greedy_share must lie in 0\.\.1, got 7"),
+    ],
+)
+def test_options_out_of_range_are_refused(tiny_trio: Trio, options: dict, message: str) -> None:
+    given = {"total": 20, "batches": 1, **options}
+    with pytest.raises(ValueError, match=message):
+        generate_continuations(tiny_trio.verifier, lambda _: np.zeros((2, 4)), **given)
+
+
 def test_left_out_texts_are_counted(capsys: pytest.CaptureFixture) -> None:
     given = texts()
     given.prompt[[1, 2]] = 17, 6

@@ -159,10 +159,11 @@ def test_bad_options_are_refused_before_any_stage(
         ("{}", r"no object `stages\.verifier`"),
         ('{"stages": {"dflash": {}}}', r"no object `stages\.verifier`"),
         ("[1]", r"no object `stages\.verifier`"),
+        ('{"stages": {"verifier": {"log_every": 0}}}', r"verifier\.log_every must be positive"),
         ("{", "is not JSON"),
     ],
 )
-def test_a_configuration_without_the_stage_is_refused(
+def test_a_configuration_whose_stage_does_not_fit_is_refused(
     corpus: Path, tmp_path: Path, text: str, message: str
 ) -> None:
     config, out = tmp_path / "config.json", tmp_path / "out"

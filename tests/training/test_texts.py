@@ -12,6 +12,7 @@ import pytest
 import tfm_jax
 from tfm_jax.training.prepare import prepare
 from tfm_jax.training.texts import (
+    corpus_sources,
     given_texts,
     packed_corpus,
     sample_folders,
@@ -83,6 +84,27 @@ def test_wrong_corpora_are_refused(corpus: Path, tmp_path: Path) -> None:
         write_continuations(verifier, corpus, OPTIONS)
     with pytest.raises(ValueError, match=r"prompt must lie in 2\.\.total, got 30 of 20"):
         write_continuations(verifier, corpus, {**OPTIONS, "prompt": 30})
+
+
+def test_packed_text_without_room_for_a_window_is_not_kept(tmp_path: Path) -> None:
+    few = "A few words that nobody, however patient, could ever train upon."
+    (tmp_path / "a.txt").write_text(few)
+    made = tmp_path / "corpus"
+    with pytest.raises(ValueError, match="too short: windows of 50 tokens need"):
+        packed_corpus(None, [tmp_path], TOKENIZER, made, 50)
+    (tmp_path / "a.txt").write_text(" ".join(f"number {n}," for n in range(100)))
+    assert training_streams(packed_corpus(None, [tmp_path], TOKENIZER, made, 50), 50)
+
+
+def test_sources_differ_by_content_and_not_by_place(tmp_path: Path) -> None:
+    for folder, text in (("a", "one"), ("b", "one"), ("c", "two")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.txt").write_text(text)
+    a, b, c = (corpus_sources(None, [tmp_path / n], TOKENIZER)["text"] for n in "abc")
+    assert a["sha256"] == b["sha256"] != c["sha256"]
+    assert a["named"] == str(tmp_path / "a")
+    with pytest.raises(NotADirectoryError, match="gone does not exist"):
+        corpus_sources(None, [tmp_path / "gone"], TOKENIZER)
 
 
 def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tfm_jax.training.trainer import (
     fill,
     fit,
     flatten,
+    host_params,
     make_optimiser,
     make_step,
     rate_share,
@@ -200,8 +201,41 @@ def test_steps_are_fitted_to_the_time(tmp_path: Path) -> None:
     assert len(set(falling)) == 1
 
 
-def test_settings_are_checked() -> None:
-    with pytest.raises(ValueError, match="steps must be positive"):
-        OptimiserConfig(steps=0)
-    with pytest.raises(ValueError, match="shares of the run"):
-        OptimiserConfig(steps=1, warmup=0.7, decay=0.7)
+def test_a_step_too_large_for_float32_is_skipped() -> None:
+    def loss(params, batch, key):
+        del batch, key
+        return -1e-3 * params["scale"].astype(jnp.float32).sum(), {}
+
+    config = OptimiserConfig(steps=2, other_rate=1e38, warmup=0, decay=0)
+    state = fit({"scale": jnp.full((1,), 3.3e38)}, loss, lambda _: 0.0, config)
+    assert int(state.skipped) == 2
+    np.testing.assert_array_equal(state.params["scale"], np.float32([3.3e38]))
+
+
+def test_parameters_that_are_not_finite_are_not_published() -> None:
+    state = start(params(), make_optimiser(OptimiserConfig(steps=1)), 1)
+    assert host_params(state).keys() == SHAPES.keys()
+    state.params["scale"] = state.params["scale"].at[2].set(jnp.inf)
+    with pytest.raises(ValueError, match=r"after 0 steps 1 of 5 parameters .* first is scale"):
+        host_params(state)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"steps": 0}, "steps must be positive, got 0"),
+        ({"steps": 2.5}, r"steps must be an integer, got 2\.5"),
+        ({"warmup": 0.7, "decay": 0.7}, "shares of the run"),
+        ({"warmup": float("nan")}, r"warmup must lie in 0\.\.1, got nan"),
+        ({"decay": -0.1}, r"decay must lie in 0\.\.1, got -0\.1"),
+        ({"matrix_rate": float("nan")}, "matrix_rate must be finite and at least 0, got nan"),
+        ({"matrix_rate": "x"}, "matrix_rate must be finite and at least 0, got 'x'"),
+        ({"other_rate": float("inf")}, "other_rate must be finite and at least 0, got inf"),
+        ({"weight_decay": None}, "weight_decay must be finite and at least 0, got None"),
+        ({"clip": -1}, "clip must be finite and at least 0, got -1"),
+        ({"clip": 0}, "clip must be positive, got 0"),
+    ],
+)
+def test_settings_are_checked(entries: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OptimiserConfig(**{"steps": 1, **entries})

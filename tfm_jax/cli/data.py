@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,18 +20,19 @@ class CorpusOptions:
       out: Folder to write.
       text: Folders of your own text files, too.
       no_packages: Take --text alone and fetch nothing.
-      extras: Sources that need npm or apt: all, none, or those that can be fetched.
+      extras: Sources that need npm or apt: all, none, or those that can be fetched. [default:
+        auto, the latter]
       tokenizer: An existing tokenizer.json, instead of training one.
-      vocab_size: Entries of the new tokenizer.
+      vocab_size: Entries of the new tokenizer. [default: 8192]
       cache: Folder of fetched packages.
     """
 
     out: tyro.conf.Positional[Path]
     text: tuple[Path, ...] = ()
     no_packages: bool = False
-    extras: Literal["auto", "none", "all"] = "auto"
+    extras: Literal["auto", "none", "all"] | None = None
     tokenizer: Path | None = None
-    vocab_size: int = 8192
+    vocab_size: int | None = None
     cache: Path | None = None
 
 
@@ -89,15 +91,33 @@ def _corpus(options: CorpusOptions) -> None:
 
 def _continuations(options: ContinuationOptions) -> None:
     from tfm_jax.cli.options import DeviceOptions
-    from tfm_jax.training.settings import read_settings, stage_settings
+    from tfm_jax.training.settings import (
+        check_seconds,
+        check_seed,
+        read_settings,
+        stage_settings,
+    )
     from tfm_jax.training.texts import write_continuations
 
+    if options.seconds is not None:
+        check_seconds("seconds", options.seconds)
+    check_seed(options.seed)
+    _check_new_file(options.out)
     settings = {} if options.config is None else read_settings(options.config)
     stage = stage_settings(settings, "continuations")
     verifier = DeviceOptions(dtype=options.dtype).load(options.model).trio.verifier
-    seconds = options.seconds or stage.get("seconds")
+    seconds = stage.get("seconds") if options.seconds is None else options.seconds
     texts = write_continuations(verifier, options.corpus, stage, seed=options.seed, seconds=seconds)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     texts.save(options.out)
     rows, length = texts.tokens.shape
     show(f"written {options.out}: {rows} texts of {length} tokens")
+
+
+def _check_new_file(file: Path) -> None:
+    """Raises OSError if no file can be written there."""
+    if file.is_dir():
+        raise IsADirectoryError(f"{file} is a folder: name a file to write, .npz")
+    place = next(parent for parent in file.absolute().parents if parent.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise NotADirectoryError(f"cannot write {file}: {place} is no folder that takes files")

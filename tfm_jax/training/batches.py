@@ -8,6 +8,8 @@ import json
 import lzma
 import os
 import re
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -18,6 +20,9 @@ from tfm_jax.training.corpus import SPLITS, corpus_domains, read_documents
 from tfm_jax.training.tokenizer import END_OF_TEXT
 
 PACKED = "tokens.npz.xz"  # the token streams in the folder of a corpus
+
+# What `np.load` and the arrays of what it returns raise for damaged files and for other kinds.
+NOT_NPZ = (ValueError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error)
 
 # Share of training tokens a domain; one not in the corpus gives its share to the others.
 MIXTURE = {"prose": 0.30, "docs": 0.14, "code": 0.32, "math": 0.16, "chat": 0.08}
@@ -76,12 +81,28 @@ def tokenize_corpus(
 
 
 def load_streams(path: str | Path, split: str = "train") -> Streams:
-    """The token stream of each domain of one split ("train" or "heldout")."""
+    """The token stream of each domain of one split ("train" or "heldout").
+
+    Raises:
+      ValueError: no such split, or a damaged file or another kind of file.
+      OSError: the file cannot be read.
+    """
     if split not in SPLITS:
         raise ValueError(f"split must be one of {SPLITS}, got {split!r}")
-    with np.load(io.BytesIO(lzma.decompress(Path(path).read_bytes()))) as arrays:
-        names = [name for name in arrays.files if name.startswith(f"{split}.")]
-        return {name.partition(".")[2]: arrays[name] for name in names}
+    packed = Path(path).read_bytes()
+    try:
+        with np.load(io.BytesIO(lzma.decompress(packed))) as arrays:
+            names = [name for name in arrays.files if name.startswith(f"{split}.")]
+            streams = {name.partition(".")[2]: arrays[name] for name in names}
+    except (lzma.LZMAError, *NOT_NPZ) as error:
+        raise ValueError(f"{path} holds no packed tokens: {error}") from None
+    for name, stream in streams.items():
+        if stream.ndim != 1 or stream.dtype.kind != "u":
+            raise ValueError(
+                f"{path} holds no packed tokens: {split}.{name} must be one row of unsigned "
+                f"integers, got {stream.dtype} {stream.shape}"
+            )
+    return streams
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import os
 import time
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +23,8 @@ from tfm_jax.decoding.commit import advance
 from tfm_jax.decoding.sampling import choose
 from tfm_jax.decoding.state import Request, make_request
 from tfm_jax.models.qwen36 import Cache, Verifier
-from tfm_jax.training.batches import token_dtype
+from tfm_jax.training.batches import NOT_NPZ, token_dtype
+from tfm_jax.training.settings import check_count, check_share
 from tfm_jax.tree import ROOT, plant, topology
 
 COPY = 8  # tokens in a row that count as a copy when they return
@@ -56,14 +56,15 @@ class Continuations:
         """Reads what `save` wrote.
 
         Raises:
-          ValueError: another kind of file, or arrays that do not fit together.
+          ValueError: another kind of file, or arrays of other types or values or that do not fit
+            together.
           OSError: the file cannot be read.
         """
         expected = {f.name for f in dataclasses.fields(cls)}
         try:
             with np.load(path) as arrays:
                 found = {name: arrays[name] for name in arrays.files}
-        except (ValueError, EOFError, zipfile.BadZipFile, TypeError, AttributeError) as error:
+        except NOT_NPZ as error:
             raise ValueError(f"{path} holds no continuations: {error}") from None
         shapes = {name: array.shape for name, array in found.items()}
         rows = shapes.get("prompt", ())
@@ -71,7 +72,12 @@ class Continuations:
             raise ValueError(f"{path} holds no continuations: arrays {shapes}")
         if not rows == shapes["temperature"] == shapes["tokens"][:1]:
             raise ValueError(f"{path}: the arrays disagree about the number of texts: {shapes}")
-        return cls(**found)
+        _check_values(path, **found)
+        return cls(
+            tokens=found["tokens"],
+            prompt=found["prompt"].astype(np.int32),
+            temperature=found["temperature"].astype(np.float32),
+        )
 
     @property
     def digest(self) -> str:
@@ -183,6 +189,31 @@ class Continuations:
             }
 
         return batch
+
+
+def _check_values(
+    path: Path, tokens: np.ndarray, prompt: np.ndarray, temperature: np.ndarray
+) -> None:
+    """Raises ValueError for arrays of another type, or values out of range."""
+
+    def need(fits: bool, name: str, expected: str, found: np.ndarray) -> None:
+        if not fits:
+            shown = f"{found.dtype} from {found.min()} to {found.max()}" if found.size else found
+            raise ValueError(f"{path}: {name} must be {expected}, got {shown}")
+
+    for name, array, kinds in (
+        ("tokens", tokens, "ui"),
+        ("prompt", prompt, "ui"),
+        ("temperature", temperature, "fui"),
+    ):
+        if array.dtype.kind not in kinds:
+            expected = "integers" if kinds == "ui" else "numbers"
+            raise ValueError(f"{path}: {name} must be {expected}, got {array.dtype}")
+    total = tokens.shape[1]
+    need(bool((tokens >= 0).all()), "tokens", "at least 0", tokens)
+    need(bool(((prompt >= 0) & (prompt <= total)).all()), "prompt", f"in 0..{total}", prompt)
+    warm = np.isfinite(temperature) & (temperature >= 0)
+    need(bool(warm.all()), "temperature", "finite and at least 0", temperature)
 
 
 def next_token(
@@ -298,10 +329,13 @@ def generate_continuations(
       seconds: stop before a batch that would end later than this; the first is always made.
 
     Raises:
-      ValueError: `most_copied` is no share.
+      ValueError: `most_copied` or `greedy_share` is no share, or `batches` or `shortest` is not
+        positive.
     """
-    if not 0 <= most_copied <= 1:
-        raise ValueError(f"most_copied must lie in 0..1, got {most_copied}")
+    check_count("batches", batches)
+    check_count("shortest", shortest)
+    check_share("greedy_share", greedy_share)
+    check_share("most_copied", most_copied)
     run = jax.jit(write_on, static_argnames="total")
     begin = time.monotonic()
     parts: list[Continuations] = []

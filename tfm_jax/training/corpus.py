@@ -109,12 +109,7 @@ def build_corpus(
     if out_dir.exists() and not (out_dir / "manifest.json").is_file():
         raise FileExistsError(f"{out_dir} exists and is not a corpus (it has no manifest.json)")
     folders = [Path(folder) for folder in text_dirs]
-    for folder in folders:
-        if not folder.is_dir():
-            raise NotADirectoryError(f"text folder {folder} does not exist")
-        if not any(True for _ in _user_files(folder)):
-            known = " ".join(sorted(SUFFIX_DOMAIN))
-            raise ValueError(f"text folder {folder} holds no file with a known suffix: {known}")
+    check_folders(folders)
     if not sources and not folders:
         raise ValueError("nothing to build from: no sources and no text folders")
 
@@ -135,6 +130,23 @@ def build_corpus(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return report
+
+
+def check_folders(folders: Sequence[Path]) -> None:
+    """Raises NotADirectoryError or ValueError for a folder that is missing or has no text."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise NotADirectoryError(f"text folder {folder} does not exist")
+        if not any(True for _ in user_files(folder)):
+            known = " ".join(sorted(SUFFIX_DOMAIN))
+            raise ValueError(f"text folder {folder} holds no file with a known suffix: {known}")
+
+
+def user_files(folder: Path) -> Iterator[Path]:
+    """A user's files that a corpus takes, in its order."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.suffix.lower() in SUFFIX_DOMAIN:
+            yield path
 
 
 def read_documents(corpus_dir: str | Path, split: str, domain: str) -> Iterator[dict[str, str]]:
@@ -346,7 +358,7 @@ def _add_source(writer: _Writer, report: SourceReport, works: list[str], limit: 
 
 def _add_text_dir(writer: _Writer, folder: Path) -> list[SourceReport]:
     reports = {}
-    for path in _user_files(folder):
+    for path in user_files(folder):
         domain = SUFFIX_DOMAIN[path.suffix.lower()]
         if domain not in reports:
             reports[domain] = SourceReport(folder.name, "", "text", "the user's own", domain)
@@ -357,12 +369,6 @@ def _add_text_dir(writer: _Writer, folder: Path) -> list[SourceReport]:
         else:
             writer.add_work(work, reports[domain])
     return [reports[domain] for domain in DOMAINS if domain in reports]
-
-
-def _user_files(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.suffix.lower() in SUFFIX_DOMAIN:
-            yield path
 
 
 def _bar(shown: bool) -> Progress:

@@ -27,6 +27,7 @@ from tfm_jax.training.continuations import Continuations
 from tfm_jax.training.losses import decayed_cross_entropy, dpace_cross_entropy
 from tfm_jax.training.parallel import Spread
 from tfm_jax.training.report import Record
+from tfm_jax.training.settings import check_count
 from tfm_jax.training.trainer import (
     Loss,
     OptimiserConfig,
@@ -60,8 +61,12 @@ class DrafterRecipe:
     distil: bool = True
 
     def __post_init__(self) -> None:
-        if self.rows < 1 or self.anchors < 1:
-            raise ValueError(f"rows and anchors must be positive: {self.rows}, {self.anchors}")
+        check_count("rows", self.rows)
+        check_count("anchors", self.anchors)
+        if not (isinstance(self.gamma, int | float) and self.gamma > 0):
+            raise ValueError(f"gamma must be positive, got {self.gamma!r}")
+        if not isinstance(self.distil, bool):
+            raise ValueError(f"distil must be true or false, got {self.distil!r}")
         if self.loss not in ("decayed", "dpace"):
             raise ValueError(f"loss must be decayed or dpace, got {self.loss!r}")
         if self.loss == "dpace" and self.distil:

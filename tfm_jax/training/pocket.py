@@ -34,10 +34,10 @@ from tfm_jax.training.continuations import Continuations
 from tfm_jax.training.dflash import DrafterRecipe, train_drafter
 from tfm_jax.training.parallel import Spread
 from tfm_jax.training.report import read_log
-from tfm_jax.training.settings import check_seconds
+from tfm_jax.training.settings import check_seconds, check_seed, misfits
 from tfm_jax.training.texts import write_continuations
 from tfm_jax.training.tokenizer import END_OF_TEXT, MASK, TURN_END, domain_shares
-from tfm_jax.training.trainer import OptimiserConfig, TrainState, compute_copy
+from tfm_jax.training.trainer import OptimiserConfig, TrainState, compute_copy, host_params
 from tfm_jax.training.verifier import heldout_loss, train_verifier
 from tfm_jax.training.weaver import WeaverRecipe, train_weaver
 
@@ -127,8 +127,7 @@ def check_stage(
     seconds = options["seconds"] if seconds is None else seconds
     if seconds is not None:
         check_seconds(f"seconds of {stage}", seconds)
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"seed must lie in 0..{2**32 - 1}, got {seed}")
+    check_seed(seed)
     spread = Spread(count=devices)
     if stage != "continuations":
         spread.check(options.get("recipe", options)["rows"])
@@ -144,6 +143,9 @@ def _options(config: Path, stage: str) -> Mapping[str, Any]:
     options = stages.get(stage) if isinstance(stages, dict) else None
     if not isinstance(options, dict):
         raise ConfigError(f"{config} has no object `stages.{stage}`")
+    problems = ", ".join(misfits(stage, options))
+    if problems:
+        raise ConfigError(f"{config}: {problems}")
     return options
 
 
@@ -297,8 +299,7 @@ def _export(
     config: VerifierConfig | DrafterConfig | WeaverConfig,
     state: TrainState,
 ) -> None:
-    params = {path: np.asarray(value) for path, value in state.params.items()}
-    write_hf(run.out / name, config, params, dtype="bfloat16", overwrite=True)
+    write_hf(run.out / name, config, host_params(state), dtype="bfloat16", overwrite=True)
 
 
 def _trained(run: Run, state: TrainState, tokens: int) -> dict[str, float]:

@@ -1,13 +1,13 @@
 """Trains one network, from text to a published checkpoint, in one folder that can be resumed.
 
 The folder holds `checkpoints/`, `training.jsonl`, what had to be made (`corpus/`,
-`continuations.npz`), the network itself under its name, and `summary.json`.
+`continuations.npz`) and what from (`sources.json`), the network itself under its name, and
+`summary.json`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import shutil
 import time
@@ -39,18 +39,33 @@ from tfm_jax.training.dflash import (
     train_drafter,
 )
 from tfm_jax.training.evaluation import hold_back, make_evaluation
+from tfm_jax.training.leftovers import claim
 from tfm_jax.training.parallel import Spread
 from tfm_jax.training.plots import plot_training, require_matplotlib
-from tfm_jax.training.settings import check_seconds, read_settings, stage_settings
+from tfm_jax.training.settings import (
+    check_seconds,
+    check_seed,
+    read_settings,
+    stage_settings,
+)
 from tfm_jax.training.tensorboard import TensorBoard, require_tensorboard
 from tfm_jax.training.texts import (
+    corpus_sources,
+    digest,
     given_texts,
     packed_corpus,
     training_streams,
     write_continuations,
 )
 from tfm_jax.training.tokenizer import domain_shares
-from tfm_jax.training.trainer import Loss, OptimiserConfig, Params, TrainState, compute_copy
+from tfm_jax.training.trainer import (
+    Loss,
+    OptimiserConfig,
+    Params,
+    TrainState,
+    compute_copy,
+    host_params,
+)
 from tfm_jax.training.verifier import heldout_loss, train_verifier
 from tfm_jax.training.weaver import (
     WeaverRecipe,
@@ -110,8 +125,7 @@ class Job:
             raise ValueError("steps and seconds both give the length of the run: give one of them")
         if self.seconds is not None:
             check_seconds("seconds", self.seconds)
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed must lie in 0..{2**32 - 1}, got {self.seed}")
+        check_seed(self.seed)
         if not 0 <= self.save_every < float("inf"):
             raise ValueError(f"save_every must be at least 0 seconds, got {self.save_every}")
 
@@ -141,6 +155,10 @@ class _Plan:
         if self.job.steps is not None:
             return None
         return self.job.seconds or self.stage.get("seconds")
+
+    def where(self, part: str) -> str:
+        """What messages call a part of the stage's settings."""
+        return f"{self.job.config or 'built-in settings'}: {self.network}.{part}"
 
 
 def train_network(network: Network, job: Job) -> dict[str, Any]:
@@ -204,13 +222,14 @@ def _verifier(plan: _Plan) -> dict[str, Any]:
         )
     rows, length = stage["rows"], stage["length"]
     spread = _spread(job, rows)
-    corpus = packed_corpus(job.corpus, job.text, source, job.out / "corpus")
+    _claim(job, corpus_sources(job.corpus, job.text, source))
+    corpus = packed_corpus(job.corpus, job.text, source, job.out / "corpus", length)
     streams = training_streams(corpus, length)
     batches = TokenBatches(streams, domain_shares(MIXTURE, list(streams)), length, rows, job.seed)
     heldout = load_streams(corpus / PACKED, "heldout")
     heldout = {name: s for name, s in heldout.items() if len(s) > 2 * length}
     texts = {name: TokenBatches(heldout, {name: 1.0}, length, rows)[0] for name in heldout}
-    setting = {"rows": rows, "length": length, "text": _digest((corpus / PACKED).read_bytes())}
+    setting = {"rows": rows, "length": length, "text": digest([(corpus / PACKED).read_bytes()])}
     with _reports(plan, config, setting) as reports:
         state = train_verifier(
             config,
@@ -232,13 +251,15 @@ def _drafter(plan: _Plan) -> dict[str, Any]:
     opened = open_trio(directory(job.model))
     config = _drafter_config(plan, opened)
     check_pair(opened.verifier.config, config)
-    recipe = made(DrafterRecipe, plan.stage["recipe"], "dflash.recipe")
+    recipe = made(DrafterRecipe, plan.stage["recipe"], plan.where("recipe"))
     spread = _spread(job, recipe.rows)
     verifier = _built(opened.verifier, job.compute)
-    texts, held = _texts(plan, opened, verifier, config.depth)
-    measure = _evaluation(plan, drafter_objective(config, recipe), verifier, texts, held)
+    frozen = _digests({"verifier": opened.verifier})
+    texts, held = _texts(plan, opened, verifier, config.depth, frozen)
+    objective = drafter_objective(config, recipe)
+    measure = _evaluation(job, recipe.rows, objective, verifier, texts, held)
     before = measure(initial_drafter(config, job.seed))
-    setting = {"recipe": dataclasses.asdict(recipe), "texts": texts.digest}
+    setting = {"recipe": dataclasses.asdict(recipe), "texts": texts.digest, "frozen": frozen}
     with _reports(plan, config, setting) as reports:
         state = train_drafter(
             config,
@@ -266,19 +287,22 @@ def _weaver(plan: _Plan) -> dict[str, Any]:
         raise ValueError(f"{job.model} has no drafter: a Weaver scores a drafter's candidates")
     config, given = _weaver_config(plan, opened)
     check_pair(opened.verifier.config, opened.drafter.config, config)
-    recipe = made(WeaverRecipe, plan.stage["recipe"], "weaver.recipe")
+    recipe = made(WeaverRecipe, plan.stage["recipe"], plan.where("recipe"))
     spread = _spread(job, recipe.rows)
     verifier = _built(opened.verifier, job.compute)
     drafter = _built(opened.drafter, job.compute)
-    texts, held = _texts(plan, opened, verifier, config.depth)
-    frozen = Trio(verifier=verifier, drafter=drafter)
-    measure = _evaluation(plan, weaver_objective(config, recipe), frozen, texts, held)
+    frozen = _digests({"verifier": opened.verifier, "drafter": opened.drafter})
+    texts, held = _texts(plan, opened, verifier, config.depth, frozen)
+    networks = Trio(verifier=verifier, drafter=drafter)
+    objective = weaver_objective(config, recipe)
+    measure = _evaluation(job, recipe.rows, objective, networks, texts, held)
     before = measure(initial_weaver(config, given, job.seed))
     _announce("before", before)
     setting = {
         "recipe": dataclasses.asdict(recipe),
         "texts": texts.digest,
-        "warm_start": given and _digest(*(given[path].tobytes() for path in sorted(given))),
+        "frozen": frozen,
+        "warm_start": given and digest(given[path].tobytes() for path in sorted(given)),
     }
     with _reports(plan, config, setting) as reports:
         state = train_weaver(
@@ -347,20 +371,61 @@ def _built(opened: Opened, dtype: jnp.dtype) -> Any:
     return build(opened.config, opened.load(np.dtype(dtype)))
 
 
+def _digests(networks: Mapping[str, Opened]) -> dict[str, str]:
+    """SHA-256 of each network's configuration and of its weights as they are stored."""
+
+    def parts(network: Opened) -> Iterator[bytes | memoryview]:
+        yield repr(network.config).encode()
+        for name in sorted(network.tensors):
+            yield name.encode()
+            array = np.ascontiguousarray(network.tensors[name])
+            yield array.reshape(-1).view(np.uint8).data
+
+    return {name: digest(parts(network)) for name, network in networks.items()}
+
+
+def _claim(job: Job, sources: Mapping[str, Any]) -> None:
+    """Refuses a folder whose checkpoints or texts come from other sources; see `claim`."""
+    depends = {"checkpoints": set(sources)}
+    if job.texts is None:
+        depends["continuations.npz"] = set(sources) - {"drafter"}
+        if job.corpus is None:
+            depends[f"corpus/{PACKED}"] = {"text", "tokenizer"}
+    claim(job.out, sources, depends)
+
+
 def _texts(
-    plan: _Plan, opened: OpenedTrio, verifier: Verifier, depth: int
+    plan: _Plan,
+    opened: OpenedTrio,
+    verifier: Verifier,
+    depth: int,
+    frozen: Mapping[str, str],
 ) -> tuple[Continuations, Continuations | None]:
     """Continuations to train on and to evaluate on, written first if the job names none."""
     job = plan.job
+    networks = {n: {"named": str(job.model), "sha256": found} for n, found in frozen.items()}
     if job.texts is not None:
         texts = Continuations.load(job.texts)
         texts.check(verifier.config.vocab_size)
-        return hold_back(texts, depth)
+        parts = hold_back(texts, depth)
+        text = {"named": str(job.texts), "sha256": texts.digest}
+        _claim(job, {"text": text, **networks})
+        return parts
     kept = job.out / "continuations.npz"
     file = opened.text_files / "tokenizer.json"
     tokenizer = file if file.is_file() else None
-    corpus = packed_corpus(job.corpus, job.text, tokenizer, job.out / "corpus")
     options = stage_settings(plan.settings, "continuations")
+    total, shortest = options["total"], min(options["shortest"], options["prompt"])
+    if max(shortest, 2) - 1 + depth >= total:
+        raise ValueError(
+            f"{job.config or 'built-in settings'}: continuations of {total} tokens have no room "
+            f"for a prompt of {shortest} and {depth} tokens after it"
+        )
+    sources = corpus_sources(job.corpus, job.text, tokenizer)
+    writing = {"seed": job.seed, "dtype": str(job.compute), "continuations": options}
+    _claim(job, {**sources, **networks, **writing})
+    window = max(options["prompt"], total if options.get("given") else 0) - 1
+    corpus = packed_corpus(job.corpus, job.text, tokenizer, job.out / "corpus", window)
     given = given_texts(verifier, corpus, options, seed=job.seed)
     if kept.is_file():
         texts = Continuations.load(kept)
@@ -368,7 +433,6 @@ def _texts(
         texts = write_continuations(
             verifier, corpus, options, seed=job.seed, seconds=options.get("seconds")
         )
-        job.out.mkdir(parents=True, exist_ok=True)
         texts.save(kept)
     if given is None:
         return hold_back(texts, depth)
@@ -377,16 +441,15 @@ def _texts(
 
 
 def _evaluation(
-    plan: _Plan,
+    job: Job,
+    rows: int,
     loss: Loss,
     frozen: Verifier | Trio,
     texts: Continuations,
     held: Continuations | None,
 ) -> Callable[[Params], dict[str, Any]]:
     """Metrics on the texts held back, or on the training texts where there are too few."""
-    shown = texts if held is None else held
-    size = plan.stage["recipe"]["rows"]
-    return make_evaluation(loss, frozen, shown, size, plan.job.compute)
+    return make_evaluation(loss, frozen, texts if held is None else held, rows, job.compute)
 
 
 def _announce(when: str, metrics: Mapping[str, Any]) -> None:
@@ -433,17 +496,10 @@ def _export(
     plan: _Plan, config: VerifierConfig | DrafterConfig | WeaverConfig, state: TrainState
 ) -> dict[str, Any]:
     """Writes the network and says what training did."""
-    params = {path: np.asarray(value) for path, value in state.params.items()}
+    params = host_params(state)
     write_hf(plan.job.out / plan.network, config, params, dtype="bfloat16", overwrite=True)
     return {
         "steps": int(state.step),
         "skipped_steps": int(state.skipped),
         "parameters": sum(value.size for value in params.values()),
     }
-
-
-def _digest(*parts: bytes) -> str:
-    hashed = hashlib.sha256()
-    for part in parts:
-        hashed.update(part)
-    return hashed.hexdigest()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from tfm_jax.training.batches import (
     token_dtype,
 )
 from tfm_jax.training.continuations import Continuations, generate_continuations
+from tfm_jax.training.corpus import check_folders, user_files
 from tfm_jax.training.prepare import prepare
+from tfm_jax.training.settings import check_count
 from tfm_jax.training.tokenizer import domain_shares
 
 # Parts of Python's own library: real text that every machine has already.
@@ -32,8 +35,51 @@ def sample_folders() -> tuple[str, ...]:
     return tuple(str(library / name) for name in _SAMPLE if (library / name).is_dir())
 
 
+def digest(parts: Iterable[bytes | memoryview]) -> str:
+    """SHA-256 of all parts."""
+    hashed = hashlib.sha256()
+    for part in parts:
+        hashed.update(part)
+    return hashed.hexdigest()
+
+
+def corpus_sources(
+    corpus: Path | None, text: Sequence[str | Path], tokenizer: Path | None
+) -> dict[str, Any]:
+    """What `packed_corpus` takes its tokens from: names, and digests of what they name.
+
+    Raises:
+      OSError, ValueError: what `packed_corpus` refuses, but for the length of the text.
+    """
+    _check_corpus(corpus, tokenizer)
+    if corpus is not None:
+        named, found = str(corpus), digest([(corpus / PACKED).read_bytes()])
+    else:
+        folders = [Path(folder) for folder in text or sample_folders()]
+        check_folders(folders)
+        named = " ".join(map(str, text)) or "parts of Python's library"
+        found = digest(_contents(folders))
+    known = None if tokenizer is None else digest([tokenizer.read_bytes()])
+    return {
+        "text": {"named": named, "sha256": found},
+        "tokenizer": {"named": str(tokenizer), "sha256": known},
+    }
+
+
+def _contents(folders: Iterable[Path]) -> Iterator[bytes]:
+    for folder in folders:
+        for file in user_files(folder):
+            data = file.read_bytes()
+            yield f"{file.relative_to(folder)}\0{len(data)}\0".encode()
+            yield data
+
+
 def packed_corpus(
-    corpus: Path | None, text: Sequence[str | Path], tokenizer: Path | None, made: Path
+    corpus: Path | None,
+    text: Sequence[str | Path],
+    tokenizer: Path | None,
+    made: Path,
+    window: int = 0,
 ) -> Path:
     """A folder of packed tokens: `corpus`, or one made at `made` from a user's files.
 
@@ -41,29 +87,45 @@ def packed_corpus(
       corpus: made by `tfm data corpus`.
       text: folders of files to pack instead; the sample if neither is given.
       tokenizer: `tokenizer.json` of the model that will read the tokens.
-      made: where to pack; what lies there already is taken.
+      made: where to pack; a corpus that lies there already is taken.
+      window: tokens of a window that the packed text must have room for, or it is not kept.
 
     Raises:
-      ValueError: the corpus was packed with another tokenizer, or there is none to pack with.
+      ValueError: the corpus was packed with another tokenizer, there is none to pack with, or the
+        text is too short.
       OSError: a folder or file is missing.
     """
+    _check_corpus(corpus, tokenizer)
     if corpus is not None:
-        if not (corpus / PACKED).is_file():
-            raise FileNotFoundError(f"{corpus} is no corpus: it has no {PACKED}")
-        own = corpus / "tokenizer.json"
-        if own.is_file() and tokenizer is not None and own.read_bytes() != tokenizer.read_bytes():
-            raise ValueError(f"{corpus} was packed with another tokenizer than {tokenizer}")
         return corpus
-    if tokenizer is None:
-        raise ValueError("the model has no tokenizer.json to pack text with: give texts as tokens")
-    if not (made / "figures.json").is_file():
+    if not (made / PACKED).is_file():
         prepare(
             made,
             text_dirs=tuple(map(str, text)) or sample_folders(),
             packages=False,
             tokenizer=tokenizer,
         )
+        try:
+            training_streams(made, window)
+        except ValueError:
+            (made / PACKED).unlink()
+            raise
     return made
+
+
+def _check_corpus(corpus: Path | None, tokenizer: Path | None) -> None:
+    """Refuses a corpus that is none or of another tokenizer, and text that none can pack."""
+    if corpus is None:
+        if tokenizer is None:
+            raise ValueError(
+                "the model has no tokenizer.json to pack text with: give texts as tokens"
+            )
+        return
+    if not (corpus / PACKED).is_file():
+        raise FileNotFoundError(f"{corpus} is no corpus: it has no {PACKED}")
+    own = corpus / "tokenizer.json"
+    if own.is_file() and tokenizer is not None and own.read_bytes() != tokenizer.read_bytes():
+        raise ValueError(f"{corpus} was packed with another tokenizer than {tokenizer}")
 
 
 def training_streams(corpus: Path, window: int) -> Streams:
@@ -141,7 +203,8 @@ def given_texts(
       ValueError: the text is too short, or holds tokens that the verifier does not know.
     """
     count, total = options.get("given", 0), options["total"]
-    if count < 1:
+    check_count("given", count, least=0)
+    if count == 0:
         return None
     tokens = _windows(verifier, corpus, total, count, seed + 2)[0]
     return Continuations(

@@ -36,9 +36,7 @@ def train_tokenizer(
     counts everything: the four special tokens (ids 0 to 3), the 256 bytes, and the merges. Equal
     corpora give equal files.
     """
-    smallest = len(SPECIAL_TOKENS) + 256
-    if not smallest < vocab_size <= 65536:
-        raise ValueError(f"vocab_size must be in {smallest + 1}..65536, got {vocab_size}")
+    check_vocab_size(vocab_size)
     shares = domain_shares(mixture, corpus_domains(corpus_dir))
     bpe = Tokenizer(models.BPE())
     bpe.normalizer = normalizers.NFC()
@@ -66,6 +64,13 @@ def train_tokenizer(
     temporary = out.with_name(f".{out.name}-{os.getpid()}")
     temporary.write_text(bpe.to_str(), encoding="utf-8")
     temporary.replace(out)
+
+
+def check_vocab_size(vocab_size: int) -> None:
+    """Raises ValueError if no vocabulary of that size can be learned."""
+    smallest = len(SPECIAL_TOKENS) + 256
+    if not smallest < vocab_size <= 65536:
+        raise ValueError(f"vocab_size must be in {smallest + 1}..65536, got {vocab_size}")
 
 
 def domain_shares(mixture: Mapping[str, float], domains: list[str]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 Parameters and optimiser state are float32, compute is bfloat16 unless asked otherwise. Matrices
 follow Muon, all other parameters AdamW, both under one warm-up/stable/decay schedule. A step whose
-loss or gradient is not finite changes nothing and is reported.
+loss, gradient or result is not finite changes nothing and is reported.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tfm_jax.training.arithmetic import count_flops
 from tfm_jax.training.checkpoint import Checkpoints
 from tfm_jax.training.parallel import Spread
 from tfm_jax.training.report import Record, Reporter, rewind
+from tfm_jax.training.settings import check_count, check_number, check_share
 
 Params = dict[str, jax.Array]
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
@@ -56,9 +57,14 @@ class OptimiserConfig:
     clip: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"steps must be positive, got {self.steps}")
-        if min(self.warmup, self.decay) < 0 or self.warmup + self.decay > 1:
+        check_count("steps", self.steps)
+        for name in ("matrix_rate", "other_rate", "weight_decay", "clip"):
+            check_number(name, getattr(self, name))
+        if self.clip == 0:
+            raise ValueError("clip must be positive, got 0: no gradient would be left")
+        check_share("warmup", self.warmup)
+        check_share("decay", self.decay)
+        if self.warmup + self.decay > 1:
             raise ValueError(
                 f"warmup and decay are shares of the run, got {self.warmup} and {self.decay}"
             )
@@ -211,15 +217,15 @@ def make_step(
         norm = optax.tree.norm(gradient)
         updates, optimiser_state = optimiser.update(gradient, state.optimiser, state.params)
         share = rate_share(config, state.step, state.total)
-        finite = jnp.isfinite(value) & jnp.isfinite(norm)
+        changed = jax.tree.map(lambda old, change: old + share * change, state.params, updates)
+        results = (value, norm, optax.tree.norm(changed))
+        finite = jnp.isfinite(jnp.stack(results)).all()
 
         def keep(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(finite, new, old)
 
         state = TrainState(
-            params=jax.tree.map(
-                lambda old, change: keep(old + share * change, old), state.params, updates
-            ),
+            params=jax.tree.map(keep, changed, state.params),
             optimiser=jax.tree.map(keep, optimiser_state, state.optimiser),
             step=state.step + 1,
             total=state.total,
@@ -232,6 +238,22 @@ def make_step(
 
     everywhere = spread and spread.everywhere
     return jax.jit(step, donate_argnums=0, out_shardings=everywhere)
+
+
+def host_params(state: TrainState) -> dict[str, np.ndarray]:
+    """A state's parameters on the host, to be published.
+
+    Raises:
+      ValueError: one of them is not finite.
+    """
+    params = {path: np.asarray(value) for path, value in state.params.items()}
+    broken = [path for path, value in params.items() if not np.isfinite(value).all()]
+    if broken:
+        raise ValueError(
+            f"after {int(state.step)} steps {len(broken)} of {len(params)} parameters are not "
+            f"finite, the first is {broken[0]}: nothing is published; try lower rates"
+        )
+    return params
 
 
 def start(params: Params, optimiser: optax.GradientTransformation, total: int) -> TrainState:

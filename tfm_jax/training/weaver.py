@@ -28,6 +28,7 @@ from tfm_jax.training.dflash import Batch, accepted_length, draft_blocks, sample
 from tfm_jax.training.losses import drawing_noise, lk_loss, mean_over, pool_terms, tree_reach
 from tfm_jax.training.parallel import Spread
 from tfm_jax.training.report import Record
+from tfm_jax.training.settings import check_count, check_number, check_share
 from tfm_jax.training.trainer import (
     Loss,
     OptimiserConfig,
@@ -65,18 +66,14 @@ class WeaverRecipe:
     noise: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.rows < 1 or self.anchors < 1:
-            raise ValueError(f"rows and anchors must be positive: {self.rows}, {self.anchors}")
-        if self.nodes < 0 or not 0 <= self.noise <= 1:
-            raise ValueError(
-                f"nodes must be at least 0, noise lie in 0..1: {self.nodes}, {self.noise}"
-            )
+        check_count("rows", self.rows)
+        check_count("anchors", self.anchors)
+        check_count("nodes", self.nodes, least=0)
+        check_share("noise", self.noise)
         if self.mode not in ("fixed", "position", "depth"):
             raise ValueError(f"mode must be fixed, position or depth, got {self.mode!r}")
-        if not (0 <= self.eta < float("inf") and 0 <= self.scale <= 1):
-            raise ValueError(
-                f"eta must be finite and at least 0, scale lie in 0..1: {self.eta}, {self.scale}"
-            )
+        check_number("eta", self.eta)
+        check_share("scale", self.scale)
 
 
 @jax.tree_util.register_dataclass
