@@ -504,6 +504,8 @@ def check_options(options: argparse.Namespace) -> None:
         for value in getattr(options, name):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+    for budget in options.budgets:
+        TreeConfig(budget=budget)
     geometry(options.preset)
     for value in options.accepted:
         if not 0 < value < float("inf"):

@@ -47,13 +47,14 @@ def test_idle_shares_are_told_where_rounds_were_profiled():
     [
         ("contexts", 0, "contexts must be at least 1, got 0"),
         ("budgets", -5, "budgets must be at least 1, got -5"),
+        ("budgets", 2000, "budget must be at most 1024, got 2000"),
         ("prefill", 0, "prefill must be at least 1"),
         ("accepted", float("nan"), "accepted must be positive and finite, got nan"),
         ("accepted", 0.0, "accepted must be positive and finite, got 0"),
     ],
 )
 def test_numbers_that_no_measurement_could_have_are_refused(name, value, message):
-    given = {"contexts": [8], "budgets": [4], "prefill": [9], "accepted": [2.0]}
+    given = {"preset": "pocket", "contexts": [8], "budgets": [4], "prefill": [9], "accepted": [2.0]}
     options = argparse.Namespace(**{**given, name: [value]})
     with pytest.raises(ValueError, match=message):
         step.check_options(options)
