@@ -505,14 +505,17 @@ class Sampling:
                 raise ConfigError(f"{name} must {allowed}, got {getattr(self, name)!r}")
             object.__setattr__(self, name, value)
         for name, high in (("top_k", 2**31 - 1), ("seed", 2**32 - 1)):
-            value = as_int(getattr(self, name))
-            if value is None or not 0 <= value <= high:
-                raise ConfigError(
-                    f"{name} must be an integer in 0..{high}, got {getattr(self, name)!r}"
-                )
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, name, integer_up_to(high, name, getattr(self, name)))
         if not isinstance(self.shared_noise, bool):
             raise ConfigError(f"shared_noise must be true or false, got {self.shared_noise!r}")
+
+
+def integer_up_to(high: int, name: str, value: Any) -> int:
+    """`value` as an int; ConfigError that names it if it is no integer in 0..`high`."""
+    number = as_int(value)
+    if number is None or not 0 <= number <= high:
+        raise ConfigError(f"{name} must be an integer in 0..{high}, got {value!r}")
+    return number
 
 
 def made(kind: type[Kind], entries: Mapping[str, Any], where: str) -> Kind:

@@ -14,7 +14,7 @@ from flax import nnx
 
 from tfm_jax.checkpoints import build_drafter, build_verifier, build_weaver, read_trio
 from tfm_jax.checkpoints.trio import check_dtype
-from tfm_jax.config import Sampling, TreeConfig, as_int
+from tfm_jax.config import Sampling, TreeConfig, as_int, integer_up_to
 from tfm_jax.decoding.accept import Acceptance
 from tfm_jax.decoding.generate import (
     Stats,
@@ -403,15 +403,13 @@ def random_model(preset: str | Path, *, seed: int = 0, dtype: str | None = None)
       dtype: as in `load`.
 
     Raises:
-      ConfigError: an unknown preset, or sizes that do not fit.
-      ValueError: an unknown dtype, or a seed that is none.
+      ConfigError: an unknown preset, sizes that do not fit, or a seed that is none.
+      ValueError: an unknown dtype.
     """
-    number = as_int(seed)
-    if number is None or not 0 <= number < 2**32:
-        raise ValueError(f"seed must be an integer in 0..{2**32 - 1}, got {seed!r}")
+    seed = integer_up_to(2**32 - 1, "seed", seed)
     kind = jnp.dtype(check_dtype(default_dtype(dtype)))
     sizes = geometry(preset)
-    rngs = nnx.Rngs(number)
+    rngs = nnx.Rngs(seed)
     weaver = Weaver(sizes.weaver, rngs=rngs, dtype=kind)
     # A Weaver starts without influence; random weights stand for a trained one.
     query = weaver.lm_head_query_in.weight

@@ -7,7 +7,6 @@ no checkpoint: to measure time and memory, which do not depend on values, and to
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from tfm_jax.config import (
     as_object,
     made,
 )
+from tfm_jax.files import read_json
 
 # In a checkout, and in an installed package.
 _FOLDERS = (Path(__file__).parents[1] / "configs", Path(__file__).parent / "configs")
@@ -52,11 +52,7 @@ def geometry(name: str | Path) -> Geometry:
         raise ConfigError(
             f"{name}: no such preset or file; presets are {', '.join(preset_names())}"
         )
-    try:
-        settings = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
-    return parse_geometry(settings, str(path))
+    return parse_geometry(read_json(path), str(path))
 
 
 def parse_geometry(settings: Mapping[str, Any], source: str) -> Geometry:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from tfm_jax.checkpoints.errors import CheckpointError
 from tfm_jax.checkpoints.matching import assemble, match
 from tfm_jax.checkpoints.trio import check_dtype
 from tfm_jax.config import DrafterConfig, VerifierConfig, WeaverConfig
+from tfm_jax.files import whole_file
 
 
 def write_hf(
@@ -56,16 +56,12 @@ def write_hf(
     if dtype is not None:
         described["dtype"] = dtype
     directory.mkdir(parents=True, exist_ok=True)
-    partial = weights.with_name(f".{weights.name}.partial-{os.getpid()}")
-    try:
+    with whole_file(weights) as partial:
         save_file(
             {name: np.ascontiguousarray(names[name]) for name in sorted(names)},
             partial,
             metadata={"format": "pt", **(metadata or {})},
         )
-        os.replace(partial, weights)
-    finally:
-        partial.unlink(missing_ok=True)
     text = json.dumps({**described, **(extra or {})}, indent=2) + "\n"
     (directory / "config.json").write_text(text, "utf-8")
 

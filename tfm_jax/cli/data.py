@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -91,6 +90,7 @@ def _corpus(options: CorpusOptions) -> None:
 
 def _continuations(options: ContinuationOptions) -> None:
     from tfm_jax.cli.options import DeviceOptions
+    from tfm_jax.files import check_new_file
     from tfm_jax.training.settings import (
         check_seconds,
         check_seed,
@@ -102,7 +102,7 @@ def _continuations(options: ContinuationOptions) -> None:
     if options.seconds is not None:
         check_seconds("seconds", options.seconds)
     check_seed(options.seed)
-    _check_new_file(options.out)
+    check_new_file(options.out)
     settings = {} if options.config is None else read_settings(options.config)
     stage = stage_settings(settings, "continuations")
     verifier = DeviceOptions(dtype=options.dtype).load(options.model).trio.verifier
@@ -112,12 +112,3 @@ def _continuations(options: ContinuationOptions) -> None:
     texts.save(options.out)
     rows, length = texts.tokens.shape
     show(f"written {options.out}: {rows} texts of {length} tokens")
-
-
-def _check_new_file(file: Path) -> None:
-    """Raises OSError if no file can be written there."""
-    if file.is_dir():
-        raise IsADirectoryError(f"{file} is a folder: name a file to write, .npz")
-    place = next(parent for parent in file.absolute().parents if parent.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK):
-        raise NotADirectoryError(f"cannot write {file}: {place} is no folder that takes files")

@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 import lzma
-import os
 import re
 import zipfile
 import zlib
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tfm_jax.files import whole_file
 from tfm_jax.text import Tokenizer
 from tfm_jax.training.corpus import SPLITS, corpus_domains, read_documents
 from tfm_jax.training.tokenizer import END_OF_TEXT
@@ -281,6 +281,5 @@ def _batched(rows: Iterator[dict[str, str]], size: int) -> Iterator[list[str]]:
 
 def _write_bytes(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")
-    temporary.write_bytes(data)
-    temporary.replace(path)
+    with whole_file(path) as partial:
+        partial.write_bytes(data)

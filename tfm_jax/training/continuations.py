@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from tfm_jax.config import Sampling
 from tfm_jax.decoding.commit import advance
 from tfm_jax.decoding.sampling import choose
 from tfm_jax.decoding.state import Request, make_request
+from tfm_jax.files import whole_file
 from tfm_jax.models.qwen36 import Cache, Verifier
 from tfm_jax.training.batches import NOT_NPZ, token_dtype
 from tfm_jax.training.settings import check_count, check_share
@@ -46,10 +46,9 @@ class Continuations:
 
     def save(self, path: Path) -> None:
         """Writes an uncompressed npz file, whole or not at all."""
-        partial = path.with_name(f".{path.name}-{os.getpid()}")
-        with partial.open("wb") as file:
-            np.savez(file, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
-        partial.replace(path)
+        arrays = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        with whole_file(path) as partial, partial.open("wb") as file:
+            np.savez(file, **arrays)
 
     @classmethod
     def load(cls, path: Path) -> Continuations:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
+
+from tfm_jax.files import whole_file
 
 SOURCES = "sources.json"
 
@@ -39,9 +40,8 @@ def claim(folder: Path, sources: Mapping[str, Any], depends: Mapping[str, Collec
                 "name another folder"
             )
     folder.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}-{os.getpid()}")
-    partial.write_text(json.dumps(now, indent=1) + "\n", "utf-8")
-    partial.replace(file)
+    with whole_file(file) as partial:
+        partial.write_text(json.dumps(now, indent=1) + "\n", "utf-8")
 
 
 def _differ(before: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bool:

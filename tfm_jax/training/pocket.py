@@ -24,6 +24,7 @@ import numpy as np
 from tfm_jax.checkpoints import build_drafter, build_verifier, write_hf
 from tfm_jax.checkpoints.opened import open_drafter, open_verifier
 from tfm_jax.config import ConfigError, DrafterConfig, VerifierConfig, WeaverConfig
+from tfm_jax.files import read_json
 from tfm_jax.models.dflash import Drafter
 from tfm_jax.models.qwen36 import Verifier
 from tfm_jax.presets import Geometry, parse_geometry
@@ -135,10 +136,7 @@ def check_stage(
 
 def _options(config: Path, stage: str) -> Mapping[str, Any]:
     """A stage's own part of a configuration file."""
-    try:
-        settings = json.loads(config.read_text("utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{config} is not JSON: {error}") from None
+    settings = read_json(config)
     stages = settings.get("stages") if isinstance(settings, dict) else None
     options = stages.get(stage) if isinstance(stages, dict) else None
     if not isinstance(options, dict):

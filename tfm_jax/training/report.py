@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tfm_jax.files import whole_file
 
 Record = Mapping[str, Any]
 
@@ -97,6 +98,5 @@ def rewind(log: Path, title: str, step: int) -> None:
     if not log.is_file():
         return
     kept = [r for r in read_log(log) if r.get("title") != title or r["step"] <= step]
-    partial = log.with_name(f".{log.name}-{os.getpid()}")
-    partial.write_text("".join(json.dumps(record) + "\n" for record in kept), "utf-8")
-    partial.replace(log)
+    with whole_file(log) as partial:
+        partial.write_text("".join(json.dumps(record) + "\n" for record in kept), "utf-8")

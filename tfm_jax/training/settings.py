@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import numbers
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tfm_jax.config import ConfigError, as_int
+from tfm_jax.files import read_json
 
 # A run of minutes for small models, also on a CPU. There a verifier writes slowly, and a Weaver
 # learns more from new text than from the same again: most rows are text as it is.
@@ -53,10 +53,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         range.
       OSError: the file cannot be read.
     """
-    try:
-        settings = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
+    settings = read_json(path)
     stages = settings.get("stages", {}) if isinstance(settings, dict) else None
     if not isinstance(stages, dict) or not all(isinstance(s, dict) for s in stages.values()):
         raise ConfigError(f"{path}: expected an object whose `stages` are objects")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from tfm_jax.files import whole_file
 from tfm_jax.training.corpus import corpus_domains, read_documents
 
 END_OF_TEXT, TURN_START, TURN_END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
@@ -61,9 +61,8 @@ def train_tokenizer(
         )
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}-{os.getpid()}")
-    temporary.write_text(bpe.to_str(), encoding="utf-8")
-    temporary.replace(out)
+    with whole_file(out) as partial:
+        partial.write_text(bpe.to_str(), encoding="utf-8")
 
 
 def check_vocab_size(vocab_size: int) -> None:
