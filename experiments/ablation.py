@@ -23,9 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import tfm_jax
 from experiments.acceptance import DOMAINS, common_setting, load_prompts
-from experiments.options import check_positive, refusing
 from experiments.progress import log
 from experiments.replay import (
     States,
@@ -37,7 +35,7 @@ from experiments.replay import (
     walk,
 )
 from experiments.store import store
-from experiments.texts import Text, check_texts, text_parser, write_texts
+from experiments.texts import Text, read_options, text_arguments, text_parser, write_texts
 from pallas_kernels.choice import automatic
 from tfm_jax.config import Sampling, TreeConfig
 from tfm_jax.decoding.state import Request, Trio, make_request
@@ -330,19 +328,8 @@ def main(arguments: list[str] | None = None) -> None:
         out=RESULT,
     )
     parser.add_argument("--new-tokens", type=int, default=128)
-    options = parser.parse_args(arguments)
-    with refusing(parser):
-        check_texts(options)
-        check_positive(options, "new_tokens")
-    result = measure(
-        tfm_jax.load(options.model, dtype=options.dtype),
-        temperatures=options.temperatures,
-        count=options.count,
-        new_tokens=options.new_tokens,
-        longest_prompt=options.longest_prompt,
-        domains=options.domains,
-        name=options.model,
-    )
+    options = read_options(parser, arguments, "new_tokens")
+    result = measure(**text_arguments(options), new_tokens=options.new_tokens)
     store(options.out, result)
     if options.json:
         print(json.dumps(result))

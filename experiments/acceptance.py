@@ -18,9 +18,10 @@ import numpy as np
 import tfm_jax
 from experiments import bootstrap
 from experiments.checkout import commit_id
-from experiments.options import check_place
+from experiments.options import check_positive
 from experiments.store import store
 from tfm_jax.config import Sampling, TreeConfig
+from tfm_jax.files import check_new_file
 from tfm_jax.model import POCKET, Generation, Model
 
 DOMAINS = ("prose", "code", "math", "chat")
@@ -63,9 +64,7 @@ def measure(
     sampled with seed i. A row's `identical` says whether all its texts equal those of plain
     decoding; `tokens_per_second` is single stream.
     """
-    for what, value in (("count", count), ("new_tokens", new_tokens)):
-        if value < 1:
-            raise ValueError(f"{what} must be at least 1, got {value}")
+    check_positive(count=count, new_tokens=new_tokens)
     common = common_setting(model, name)
     prompts = {domain: load_prompts(model, domain, count, longest_prompt) for domain in domains}
     rows = []
@@ -164,7 +163,7 @@ def main(
     dtype: str | None = "float32",
 ) -> None:
     """Measures acceptance and writes it to `out`."""
-    check_place(out)
+    check_new_file(out)
     loaded = tfm_jax.load(model, dtype=dtype)
     result = measure(loaded, budgets=budgets, count=count, new_tokens=new_tokens, name=model)
     result["macro"] = summarise(result["rows"])

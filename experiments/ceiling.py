@@ -22,14 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import tfm_jax
 from experiments.acceptance import DOMAINS, common_setting, load_prompts
 from experiments.bootstrap import draws, interval
-from experiments.options import check_positive, refusing
 from experiments.oracle import best_oracle, marginal_oracle
 from experiments.progress import log
 from experiments.store import rounded, store
-from experiments.texts import check_texts, text_parser, write_texts
+from experiments.texts import read_options, text_arguments, text_parser, write_texts
 from pallas_kernels.choice import automatic
 from tfm_jax.config import Sampling
 from tfm_jax.decoding.draft import draft
@@ -333,20 +331,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--samples", type=int, default=128, help="continuations an anchor")
     parser.add_argument("--anchors", type=int, default=4, help="contexts a prompt")
-    options = parser.parse_args(arguments)
-    with refusing(parser):
-        check_texts(options)
-        check_positive(options, "samples", "anchors")
-    result = measure(
-        tfm_jax.load(options.model, dtype=options.dtype),
-        temperatures=options.temperatures,
-        count=options.count,
-        samples=options.samples,
-        anchors=options.anchors,
-        longest_prompt=options.longest_prompt,
-        domains=options.domains,
-        name=options.model,
-    )
+    options = read_options(parser, arguments, "samples", "anchors")
+    result = measure(**text_arguments(options), samples=options.samples, anchors=options.anchors)
     store(options.out, result)
     if options.json:
         print(json.dumps(result))

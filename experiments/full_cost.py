@@ -28,15 +28,16 @@ from experiments.checkout import commit_id
 from experiments.embedding import embed
 from experiments.embedding_check import largest_differences
 from experiments.loops import compile_loop
-from experiments.options import check_place, check_positive, refusing
+from experiments.options import check_positive, refusing
 from experiments.progress import log
-from experiments.store import store
+from experiments.store import device_file, store
 from tfm_jax.checkpoints import StoredTrio, read_trio
 from tfm_jax.config import Sampling, TreeConfig
 from tfm_jax.decoding.generate import Stats, bucket, rounds_limit, summarise, text_so_far
 from tfm_jax.decoding.prefill import plan, prefill
 from tfm_jax.decoding.round import shape_for
 from tfm_jax.decoding.state import DecodeState, make_request, networks_for
+from tfm_jax.files import check_new_file
 from tfm_jax.model import POCKET, Model, default_dtype, directory, load
 from tfm_jax.presets import geometry
 
@@ -301,7 +302,11 @@ def check_lengths(small: StoredTrio, sizes: Any, longest: int) -> None:
 
 def check_options(options: argparse.Namespace) -> None:
     """Raises ValueError for a number that no run could have."""
-    check_positive(options, "count", "new_tokens", "longest_prompt")
+    check_positive(
+        count=options.count,
+        new_tokens=options.new_tokens,
+        longest_prompt=options.longest_prompt,
+    )
     for budget in options.budgets:
         TreeConfig(budget=budget, expand=max(-(-budget // 16), 1))
     for temperature in options.temperatures:
@@ -357,11 +362,11 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     device = jax.devices()[0].device_kind
-    path = options.out / f"full_cost_{device.replace(' ', '_').lower()}.json"
+    path = device_file(options.out, "full_cost")
     with refusing(parser):
         check_options(options)
         trio, sizes = directory(options.trio), geometry(options.preset)
-        check_place(path)
+        check_new_file(path)
     setting: dict[str, Any] = {
         "device": device,
         "jax": jax.__version__,

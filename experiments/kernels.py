@@ -28,11 +28,12 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.checkout import commit_id
-from experiments.options import check_place, refusing
+from experiments.options import refusing
 from experiments.progress import log
-from experiments.store import store
+from experiments.store import device_file, store
 from experiments.timings.case import Candidate, Case
 from pallas_kernels.benchmark import Chain, Timing, compile_chain
+from tfm_jax.files import check_new_file
 from tfm_jax.training.arithmetic import matrix_rate
 
 OPS = (
@@ -261,9 +262,9 @@ def main(arguments: list[str] | None = None) -> None:
     device = jax.devices()[0].device_kind
     setting = {"device": device, "jax": jax.__version__, "commit": commit_id()}
     ops = [op for op in OPS if op in options.ops]
-    path = options.out / f"kernels_{device.replace(' ', '_').lower()}.json"
+    path = device_file(options.out, "kernels")
     with refusing(parser):
-        check_place(path)
+        check_new_file(path)
 
     def result(found: Report, rates: Rates) -> dict[str, Any]:
         rows = {op: [row.label | row.found for row in rows] for op, rows in found.items()}

@@ -46,7 +46,7 @@ from pallas_kernels.choice import automatic
 from tfm_jax.decoding.state import Trio
 from tfm_jax.model import POCKET, Model, directory
 from tfm_jax.training.pocket import STAGES, check_stage, heldout_windows, train_stage
-from tfm_jax.training.settings import check_seconds
+from tfm_jax.training.settings import check_count, check_seconds
 from tfm_jax.training.texts import write_continuations
 from tfm_jax.training.verifier import text_losses
 
@@ -117,8 +117,7 @@ class Prompting:
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
-            if value < 1:
-                raise ValueError(f"{name} must be positive, got {value}")
+            check_count(name, value)
 
 
 def make_sets(model: Model, corpus: Path, prompting: Prompting) -> dict[str, TextSet]:

@@ -15,7 +15,7 @@ import numpy as np
 
 import tfm_jax
 from experiments.acceptance import DOMAINS, common_setting, load_prompts
-from experiments.store import store
+from experiments.store import device_file, store
 from tfm_jax.config import TreeConfig
 
 
@@ -63,9 +63,7 @@ def measure(dtype: str | None = None, new_tokens: int = 128, count: int = 2) -> 
 
 def main(out: Path = Path("experiments/results"), dtype: str | None = None) -> None:
     """Measures and writes `pocket_speed_<device>.json` into `out`."""
-    result = measure(dtype)
-    device = result["setting"]["device"].replace(" ", "_").lower()
-    store(out / f"pocket_speed_{device}.json", result)
+    store(device_file(out, "pocket_speed"), measure(dtype))
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ from tfm_jax.decoding.state import Trio, make_request, networks_for
 from tfm_jax.model import POCKET, Model, directory
 from tfm_jax.models.weaver import Weaver
 from tfm_jax.training.continuations import Continuations
-from tfm_jax.training.settings import check_seconds
+from tfm_jax.training.settings import check_count, check_seconds
 from tfm_jax.training.texts import write_continuations
 from tfm_jax.training.trainer import (
     OptimiserConfig,
@@ -136,8 +136,7 @@ class Plan(Learning):
     def __post_init__(self) -> None:
         check_seconds("seconds", self.seconds)
         for name in ("count", "new_tokens", "longest_prompt"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+            check_count(name, getattr(self, name))
         if len({recipe.rows for recipe in self.recipes.values()}) != 1:
             raise ValueError("recipes need one number of rows: they share their batches")
         if not 0 < self.write < self.train <= 1:

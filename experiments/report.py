@@ -75,11 +75,10 @@ def larger_table(result: dict[str, Any]) -> str:
     ]
     for prompts, temperature, shared in sorted(found):
         own = found[prompts, temperature, shared]
-        noise = "" if temperature == 0 else f", {'' if shared else 'no '}shared noise"
         means = [f"{own[method]['mean_accepted_length']:.2f}" for method in ("dflash", "ddtree")]
         tfm = own["tfm"]
         gains = [f"{tfm[f'to_{x}']:.2f} ({_interval(tfm[f'to_{x}_ci95'])})" for x in _BASES]
-        cells = [prompts, f"{temperature:g}{noise}", *means]
+        cells = [prompts, f"{temperature:g}{_noise(temperature, shared)}", *means]
         lines.append(
             f"| {' | '.join(cells)} | **{tfm['mean_accepted_length']:.2f}** | {' | '.join(gains)} |"
         )
@@ -111,10 +110,18 @@ def _interval(ends: list[float]) -> str:
 
 
 def _method(method: str, temperature: float, shared: bool) -> str:
-    """A method's name, and above temperature 0 what its trees grow under."""
-    if temperature == 0:
-        return f"`{method}`"
-    return f"`{method}`, {'' if shared else 'no '}shared noise"
+    """A method's name, and what its trees grow under."""
+    return f"`{method}`{_noise(temperature, shared)}"
+
+
+def _noise(temperature: float, shared: bool) -> str:
+    """Above temperature 0, whether trees grow under the noise of the target."""
+    return "" if temperature == 0 else f", {'' if shared else 'no '}shared noise"
+
+
+def _note(entries: dict[str, Any]) -> str:
+    """What a result says of itself beside its numbers."""
+    return f" {entries['note']}" if "note" in entries else ""
 
 
 def _acceptance_setting(result: dict[str, Any]) -> str:
@@ -164,7 +171,6 @@ def _trio(setting: dict[str, Any]) -> str:
 def speed_table(result: dict[str, Any]) -> str:
     """Time of a round for each method."""
     setting = result["setting"]
-    note = f" {setting['note']}" if "note" in setting else ""
     lines = [
         "| method | ms a round (lowest to highest) | tokens/s | compile, s |",
         "| --- | --- | --- | --- |",
@@ -182,7 +188,7 @@ def speed_table(result: dict[str, Any]) -> str:
         f"T = {setting['temperature']}, {setting['new_tokens']} tokens after each of "
         f"{setting['prompts']} prompts. The weights of this trio fit into the cache, so a round is "
         "launches, not memory: the figures show that the loop works, not what a 27B model gains. "
-        f"Commit {setting['commit']}.{note}",
+        f"Commit {setting['commit']}.{_note(setting)}",
     ]
     return "\n".join(lines)
 
@@ -214,7 +220,6 @@ def kernel_table(result: dict[str, Any]) -> str:
                 f"| `{op}` | {_case(row)} | {row['pallas_us']:.1f} | {_rival(row, rival)} "
                 f"| {row['floor_us']:.1f} |"
             )
-    note = f" {result['note']}" if "note" in result else ""
     lines += [
         "",
         "Qwen3.6-27B shapes (16 key heads, 48 value heads, 128 x 128; 24 query heads over 4 of "
@@ -223,7 +228,7 @@ def kernel_table(result: dict[str, Any]) -> str:
         "jitted chain over inputs rotated past the cache. Floor: least traffic at "
         f"{result['read_bandwidth_gbs'] / 1e3:.2f} TB/s or least arithmetic at "
         f"{result['matrix_tflops']:.0f} TFLOP/s, whichever is longer, both measured in the same "
-        f"run. Error: Frobenius norm of `out` against float64.{note}",
+        f"run. Error: Frobenius norm of `out` against float64.{_note(result)}",
     ]
     return "\n".join(lines)
 
@@ -264,7 +269,6 @@ def step_table(result: dict[str, Any]) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     share = result["ar_ms"] / result["floor_ms"]
-    note = f" {result['note']}" if "note" in result else ""
     prefill = "; ".join(
         f"prefill of {row['tokens']} tokens: {row['tokens_per_second']} tokens/s, "
         f"{row['share_of_matrix_rate']:.0%} of the matrix rate"
@@ -276,7 +280,8 @@ def step_table(result: dict[str, Any]) -> str:
         f"{result['device']}, jax {result['jax']}, commit {result['commit']}. Plain decoding takes "
         f"{share:.2f} times the floor of {result['floor_ms']:.2f} ms (weights, state, keys and "
         f"values at the {result['read_bandwidth_gbs'] / 1e3:.2f} TB/s measured in the same run); "
-        f"{prefill}. A speed-up is the accepted length over the fifth column.{_idle(result)}{note}",
+        f"{prefill}. A speed-up is the accepted length over the fifth column."
+        f"{_idle(result)}{_note(result)}",
     ]
     return "\n".join(lines)
 
@@ -462,7 +467,6 @@ def full_cost_table(result: dict[str, Any]) -> str:
         )
     elif texts:
         parted = f"All {texts} greedy texts are those of plain decoding."
-    note = f" {setting['note']}" if "note" in setting else ""
     logits = setting["checks"].get("logits")
     kept = (
         ""
@@ -480,7 +484,7 @@ def full_cost_table(result: dict[str, Any]) -> str:
         f"{setting['longest_prompt']} tokens, {setting['new_tokens']} new tokens each; w = "
         f"{setting['expand']}, {setting['children']} children, pool {setting['pool']}, shared "
         f"noise {'on' if setting['shared_noise'] else 'off'}; means over domains. "
-        f"{parted}{kept}{note}",
+        f"{parted}{kept}{_note(setting)}",
     ]
     return "\n".join(lines)
 

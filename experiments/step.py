@@ -32,10 +32,10 @@ from rich.table import Table
 from experiments.checkout import commit_id
 from experiments.kernels import read_rate
 from experiments.loops import compile_loop
-from experiments.options import check_place, refusing
+from experiments.options import check_positive, refusing
 from experiments.profiles import busy, by_name, kernels
 from experiments.progress import log
-from experiments.store import store
+from experiments.store import device_file, store
 from pallas_kernels.benchmark import Chain, compile_chain
 from tfm_jax.config import Sampling, TreeConfig
 from tfm_jax.decoding.accept import Acceptance
@@ -53,6 +53,7 @@ from tfm_jax.decoding.state import (
     networks_for,
 )
 from tfm_jax.decoding.verify import verify
+from tfm_jax.files import check_new_file
 from tfm_jax.model import random_model
 from tfm_jax.presets import geometry
 from tfm_jax.training.arithmetic import matrix_rate
@@ -502,8 +503,7 @@ def check_options(options: argparse.Namespace) -> None:
     """Raises ValueError for an unknown preset, or a number that no measurement could have."""
     for name in ("budgets", "contexts", "prefill"):
         for value in getattr(options, name):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            check_positive(**{name: value})
     for budget in options.budgets:
         TreeConfig(budget=budget)
     geometry(options.preset)
@@ -526,10 +526,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print the report instead of tables")
     options = parser.parse_args(arguments)
     device = jax.devices()[0].device_kind
-    path = options.out / f"step_{device.replace(' ', '_').lower()}.json"
+    path = device_file(options.out, "step")
     with refusing(parser):
         check_options(options)
-        check_place(path)
+        check_new_file(path)
     setting = {
         "device": device,
         "jax": jax.__version__,

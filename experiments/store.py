@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+
+from tfm_jax.files import whole_file
 
 
 def store(path: Path, result: dict[str, Any]) -> None:
     """Writes `result`; lists of rows get a line for each row, also those in a dictionary."""
     parts = [f" {json.dumps(name)}: {_lines(value)}" for name, value in result.items()]
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}-{os.getpid()}")
-    partial.write_text("{\n" + ",\n".join(parts) + "\n}\n", "utf-8")
-    partial.replace(path)
+    with whole_file(path) as partial:
+        partial.write_text("{\n" + ",\n".join(parts) + "\n}\n", "utf-8")
+
+
+def device_file(folder: Path, name: str) -> Path:
+    """Where a result of the default device goes: `<name>_<device>.json`."""
+    return folder / f"{name}_{jax.devices()[0].device_kind.replace(' ', '_').lower()}.json"
 
 
 def _lines(value: Any, indent: str = " ") -> str:

@@ -6,11 +6,13 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from experiments.acceptance import DOMAINS
-from experiments.options import check_place, check_positive
+from experiments.options import check_positive, refusing
 from tfm_jax.config import Sampling
-from tfm_jax.model import POCKET, Model
+from tfm_jax.files import check_new_file
+from tfm_jax.model import POCKET, Model, load
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,14 +66,33 @@ def text_parser(
     return parser
 
 
-def check_texts(options: argparse.Namespace) -> None:
-    """Refuses options of `text_parser` that no run could have.
+def read_options(
+    parser: argparse.ArgumentParser, arguments: list[str] | None, *counts: str
+) -> argparse.Namespace:
+    """Options of a `text_parser`; it ends the program for those that no run could have.
 
-    Raises:
-      ValueError: a number or a temperature out of range.
-      OSError: the result could not be written.
+    Args:
+      parser: of `text_parser`, perhaps with further options.
+      arguments: those of the command line if None.
+      counts: names of the further options that must be at least 1.
     """
-    check_positive(options, "count", "longest_prompt")
-    for temperature in options.temperatures:
-        Sampling(temperature=temperature)
-    check_place(options.out)
+    options = parser.parse_args(arguments)
+    with refusing(parser):
+        numbers = ("count", "longest_prompt", *counts)
+        check_positive(**{name: getattr(options, name) for name in numbers})
+        for temperature in options.temperatures:
+            Sampling(temperature=temperature)
+        check_new_file(options.out)
+    return options
+
+
+def text_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """What such an experiment measures along, as its `measure` takes it."""
+    return {
+        "model": load(options.model, dtype=options.dtype),
+        "name": options.model,
+        "temperatures": options.temperatures,
+        "count": options.count,
+        "longest_prompt": options.longest_prompt,
+        "domains": options.domains,
+    }

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import ablation
+from experiments import ablation, texts
 from experiments.ablation import Variant
 from experiments.replay import States
 from tfm_jax.config import Sampling, TreeConfig
@@ -67,7 +67,7 @@ def test_what_weaver_is_fed_and_how_deep_trees_go_matter(model: Model):
 
 
 def test_the_whole_experiment(model: Model, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(ablation.tfm_jax, "load", lambda *_, **__: model)
+    monkeypatch.setattr(texts, "load", lambda *_, **__: model)
     monkeypatch.setattr(ablation, "load_prompts", lambda *_: [PROMPT])
     shallow = Variant(part="depth", shape=SHAPE, depth=2)
     blind = Variant(part="states", shape=SHAPE, drafter_states=False)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments import ceiling
+from experiments import ceiling, texts
 from tfm_jax.config import Sampling, TreeConfig
 from tfm_jax.decoding.generate import decode, rounds_limit
 from tfm_jax.decoding.prefill import prefill
@@ -108,7 +108,7 @@ def test_rows_average_prompts_within_domains_and_then_domains():
 
 def test_the_whole_experiment(tiny_trio: Trio, prompt, monkeypatch, tmp_path):
     model = Model(trio=tiny_trio, tokenizer=None, end_tokens=())
-    monkeypatch.setattr(ceiling.tfm_jax, "load", lambda *_, **__: model)
+    monkeypatch.setattr(texts, "load", lambda *_, **__: model)
     prompts = [prompt[:12].tolist(), prompt.tolist()]
     monkeypatch.setattr(ceiling, "load_prompts", lambda _, __, count, ___: prompts[:count])
     options = ["--count", "2", "--samples", "16", "--anchors", "2", "--domains", "code", "math"]
