@@ -117,29 +117,23 @@ def _launch(x, weight, alone: int, config: Config, interpret: bool):
     rows, outputs = x.shape[0], weight.shape[0]
     first = min(alone * config.block_n, outputs)
     shared = pl.cdiv(outputs - first, config.block_n)
-    shapes = [
-        jax.ShapeDtypeStruct((rows, first), x.dtype),
-        jax.ShapeDtypeStruct((config.splits, rows, outputs - first), jnp.float32),
-    ]
-    used = [bool(alone), bool(shared)]
-    results = iter(
-        pl.pallas_call(
-            functools.partial(_kernel, alone=alone, used=used, config=config),
-            grid=(alone + shared * config.splits,),
-            out_shape=[shape for shape, use in zip(shapes, used, strict=True) if use],
-            compiler_params=pltriton.CompilerParams(
-                num_warps=config.num_warps, num_stages=config.num_stages
-            ),
-            interpret=interpret,
-            name="skinny_matmul",
-        )(x, weight)
-    )
-    return [next(results) if use else None for use in used]
+    product = jax.ShapeDtypeStruct((rows, first), x.dtype)
+    shares = jax.ShapeDtypeStruct((config.splits, rows, outputs - first), jnp.float32)
+    # An output without columns is left out: here and in the kernel None stands for it.
+    return pl.pallas_call(
+        functools.partial(_kernel, alone=alone, config=config),
+        grid=(alone + shared * config.splits,),
+        out_shape=(product if alone else None, shares if shared else None),
+        compiler_params=pltriton.CompilerParams(
+            num_warps=config.num_warps, num_stages=config.num_stages
+        ),
+        interpret=interpret,
+        name="skinny_matmul",
+    )(x, weight)
 
 
-def _kernel(x_ref, weight_ref, *out_refs, alone: int, used: list[bool], config: Config):
-    program, refs = pl.program_id(0), iter(out_refs)
-    product_ref, shares_ref = (next(refs) if use else None for use in used)
+def _kernel(x_ref, weight_ref, product_ref, shares_ref, *, alone: int, config: Config):
+    program = pl.program_id(0)
     steps = pl.cdiv(x_ref.shape[1], config.block_k)
     stretch = pl.cdiv(steps, config.splits)
     owner = program < alone  # of a whole block; the others have a share of one
