@@ -1,4 +1,4 @@
-"""Writes the README's measured tables from the JSON files in `experiments/results/`.
+"""Writes the measured tables of README.md and RESULTS.md from the files in `experiments/results/`.
 
 python -m experiments.report
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-README = Path(__file__).parents[1] / "README.md"
+DOCUMENTS = (Path(__file__).parents[1] / "README.md", Path(__file__).parent / "RESULTS.md")
 
 
 def acceptance_table(result: dict[str, Any]) -> str:
@@ -48,7 +48,7 @@ def budget_table(result: dict[str, Any]) -> str:
         key = (row["temperature"], row["shared_noise"], row["method"])
         found.setdefault(key, {})[row["budget"]] = row["mean_accepted_length"]
     lines = [
-        "The same by drafted nodes, macro average over domains:",
+        "Mean accepted length by drafted nodes, macro average over domains:",
         "",
         f"| T | method | {' | '.join(f'B = {b}' for b in budgets)} |",
         f"| --- | --- |{' --- |' * len(budgets)}",
@@ -63,7 +63,8 @@ def budget_table(result: dict[str, Any]) -> str:
 
 def larger_table(result: dict[str, Any]) -> str:
     """Accepted length of the larger trio, what `tfm` gains there, and how it was trained."""
-    setting, networks = result["setting"]["larger"], result["networks"]
+    setting = result["setting"]["larger"]
+    networks = [row for row in result["networks"] if row["trio"] == "larger"]
     found: dict[tuple, dict[str, Any]] = {}
     for row in result["rows"]:
         key = (row["prompts"], row["temperature"], row["shared_noise"])
@@ -89,7 +90,7 @@ def larger_table(result: dict[str, Any]) -> str:
         f"TFLOP/s, {row['share_of_matrix_rate']:.0%} of the matrix rate measured in the same run"
         for stage, row in trained.items()
     ]
-    minutes = sum(row["seconds"] for row in networks if row["trio"] == "larger") / 60
+    minutes = sum(row["seconds"] for row in networks) / 60
     lines += [
         "",
         f"A trio of {', '.join(sizes)} parameters, trained from nothing in {minutes:.0f} minutes "
@@ -98,6 +99,48 @@ def larger_table(result: dict[str, Any]) -> str:
         f"prompt; {setting['rounds']} in {setting['dtype']}; jax {setting['jax']}, commit "
         f"{setting['commit']}. Held-back prompts are begun texts of the corpus that training left "
         f"out. Training speed: {'; '.join(rates)}. The trio is not in the package.",
+    ]
+    return "\n".join(lines)
+
+
+def capacity_table(result: dict[str, Any]) -> str:
+    """What the pocket trio's Weaver, the same trained on, and a larger one accept."""
+    setting = result["setting"]["pocket"]
+    rows = [row for row in result["rows"] if row["trio"] == "pocket" and row["method"] == "tfm"]
+    arms = {row["run"]: row for row in result["training"]}
+    weavers = list(dict.fromkeys(row["weaver"] for row in rows))
+    found: dict[tuple, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        key = (row["prompts"], row["temperature"], row["shared_noise"])
+        found.setdefault(key, {})[row["weaver"]] = row
+    titles = [
+        f"{name}, {arms[name]['parameters'] / 1e6:.1f}M" if name in arms else name
+        for name in weavers
+    ]
+    lines = [
+        f"| prompts | T | {' | '.join(f'{t}: `tfm`, to `ddtree`' for t in titles)} |",
+        f"| --- | --- |{' --- |' * len(titles)}",
+    ]
+    for prompts, temperature, shared in sorted(found):
+        own = found[prompts, temperature, shared]
+        cells = [
+            f"{own[w]['mean_accepted_length']:.2f}, {own[w]['to_ddtree']:.2f} "
+            f"({_interval(own[w]['to_ddtree_ci95'])})"
+            for w in weavers
+        ]
+        shown = f"{temperature:g}{_noise(temperature, shared)}"
+        lines.append(f"| {prompts} | {shown} | {' | '.join(cells)} |")
+    learned, first, second = setting["capacity"], arms["as it is"], arms["enlarged"]
+    lines += [
+        "",
+        "Pocket trio: its own Weaver, and two that start from it and learn from "
+        f"{learned['written']['texts']:,} new texts for {learned['optimiser']['steps']} steps "
+        "each: one as it is, one enlarged without a change of what it computes at first "
+        f"({second['blocks']} blocks, {second['inner']} inner units, against {first['blocks']} and "
+        f"{first['inner']}). {setting['count']} prompts of each domain, {setting['new_tokens']} "
+        "new tokens, B = 64, macro average, 95% intervals paired by prompt; "
+        f"{setting['rounds']} in {setting['dtype']}; one {setting['device']}, jax "
+        f"{setting['jax']}, commit {setting['commit']}.",
     ]
     return "\n".join(lines)
 
@@ -193,8 +236,8 @@ def speed_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def kernel_table(result: dict[str, Any]) -> str:
-    """Every operation against its XLA form, and the tree solve against the recurrence."""
+def tree_solve_table(result: dict[str, Any]) -> str:
+    """The tree solve against its XLA form and the recurrence, by tree size."""
     lines = [
         "| one layer, tree nodes | Pallas, us | XLA, us | per-branch recurrence, us | error |",
         "| --- | --- | --- | --- | --- |",
@@ -204,8 +247,12 @@ def kernel_table(result: dict[str, Any]) -> str:
         f"| {_rival(row, 'per_branch')} | {row['error']:.0e} |"
         for row in result["ops"]["gdn_tree"]
     ]
-    lines += [
-        "",
+    return "\n".join([*lines, "", _kernel_setting(result)])
+
+
+def kernel_table(result: dict[str, Any]) -> str:
+    """Every other operation against its XLA form."""
+    lines = [
         "| operation | case | Pallas, us | XLA, us | floor, us |",
         "| --- | --- | --- | --- | --- |",
     ]
@@ -220,21 +267,23 @@ def kernel_table(result: dict[str, Any]) -> str:
                 f"| `{op}` | {_case(row)} | {row['pallas_us']:.1f} | {_rival(row, rival)} "
                 f"| {row['floor_us']:.1f} |"
             )
-    lines += [
-        "",
+    return "\n".join([*lines, "", _kernel_setting(result)])
+
+
+def _kernel_setting(result: dict[str, Any]) -> str:
+    return (
         "Qwen3.6-27B shapes (16 key heads, 48 value heads, 128 x 128; 24 query heads over 4 of "
         "256; vocabulary 248,320), bfloat16 unless said, batch 1, trees of depth 15, one "
         f"{result['device']}, jax {result['jax']}, commit {result['commit']}; median inside one "
         "jitted chain over inputs rotated past the cache. Floor: least traffic at "
         f"{result['read_bandwidth_gbs'] / 1e3:.2f} TB/s or least arithmetic at "
         f"{result['matrix_tflops']:.0f} TFLOP/s, whichever is longer, both measured in the same "
-        f"run. Error: Frobenius norm of `out` against float64.{_note(result)}",
-    ]
-    return "\n".join(lines)
+        f"run. Error: Frobenius norm of `out` against float64.{_note(result)}"
+    )
 
 
 def _typical(row: dict[str, Any]) -> bool:
-    """Whether the README shows a case: the default tree, plain decoding at length, the drafter."""
+    """Whether a case is shown: a tree of 64 nodes and its root, the drafter, the commit."""
     of_default = 65 in (row.get("nodes"), row.get("rows")) or row.get("rows") == 15
     return of_default or row.get("part") == "growth" or "kv_layers" in row or "count" in row
 
@@ -310,7 +359,7 @@ def ceiling_table(result: dict[str, Any]) -> str:
     """Acceptance probability by depth, macro average over domains, for every temperature."""
     setting = result["setting"]
     macro = [row for row in result["rows"] if row["domain"] == "macro"]
-    lines = ["![Acceptance probability by depth](experiments/results/ceiling.svg)"]
+    lines = ["![Acceptance probability by depth](results/ceiling.svg)"]
     for temperature in dict.fromkeys(row["temperature"] for row in macro):
         rows = [row for row in macro if row["temperature"] == temperature]
         columns = {
@@ -426,7 +475,7 @@ def ablation_table(result: dict[str, Any]) -> str:
         f"{', '.join(f'{n} {d}' for d, n in prompts.items())} prompts cut to "
         f"{setting['longest_prompt']} tokens, {setting['new_tokens']} new tokens each, macro "
         "average over domains, shared noise at T = 1. "
-        "[As a figure](experiments/results/ablation.svg).",
+        "[As a figure](results/ablation.svg).",
     ]
     return "\n".join(lines)
 
@@ -441,7 +490,7 @@ def full_cost_table(result: dict[str, Any]) -> str:
     lines += [
         f"| {row['temperature']:g} | `{row['method']}` | {row['budget'] or '-'} "
         f"| {row['tokens_per_second']:.1f} | {row['mean_accepted_length']:.2f} "
-        f"| {row['round_ms']:.2f} | **{row['speedup']:.2f}** |"
+        f"| {row['round_ms']:.2f} | **{row['speedup']:.2f}**{_mark(row)} |"
         for row in sorted(macro, key=lambda row: (row["temperature"], row["budget"]))
     ]
     lines.append("")
@@ -489,52 +538,68 @@ def full_cost_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _mark(row: dict[str, Any]) -> str:
+    """Which run a line is from, if not from the first."""
+    return f" ({row['run']})" if "run" in row else ""
+
+
 def headline(result: dict[str, Any]) -> str:
-    """The best setting of `tfm` in one sentence."""
+    """The best setting of `tfm` in one sentence, and the best beside the chain in one run."""
     setting, macro = result["setting"], result["macro"]
-    best = max((row for row in macro if row["method"] == "tfm"), key=lambda row: row["speedup"])
+    tfm = [row for row in macro if row["method"] == "tfm"]
+    best = max(tfm, key=lambda row: row["speedup"])
+    beside = max((row for row in tfm if "run" not in row), key=lambda row: row["speedup"])
     chain = next(
         row
         for row in macro
-        if row["method"] == "dflash" and row["temperature"] == best["temperature"]
+        if row["method"] == "dflash" and row["temperature"] == beside["temperature"]
     )
     prompts = sum(setting["prompts"].values())
+    also = "" if best is beside else f", with B = {beside['budget']} and in one run with it,"
     return (
         f"At the cost of {setting['preset']} on one {setting['device']} ({setting['dtype']}, "
         f"single stream, jax {setting['jax']}, {prompts} prompts, T = {best['temperature']:g}, B = "
         f"{best['budget']}) the pocket trio writes {best['tokens_per_second']:.0f} tokens a second "
-        f"by `tfm`: {best['speedup']:.2f} times plain decoding and "
-        f"{best['speedup'] / chain['speedup']:.2f} times the chain of DFlash "
-        "([the whole table](#real-text-at-that-cost))."
+        f"by `tfm`: {best['speedup']:.2f} times plain decoding and{also} "
+        f"{beside['speedup'] / chain['speedup']:.2f} times the chain of DFlash "
+        "([the whole table](#real-text-at-full-size))."
     )
 
 
 SECTIONS = {
     "headline": ("full_cost_nvidia*.json", headline),
-    "acceptance": ("acceptance*.json", acceptance_table),
+    "acceptance": ("acceptance.json", acceptance_table),
+    "full_cost": ("full_cost_nvidia*.json", full_cost_table),
+    "tree_solve": ("kernels_nvidia*.json", tree_solve_table),
+    "no_shared_noise": ("acceptance_no_shared_noise.json", acceptance_table),
     "budgets": ("budgets.json", budget_table),
     "larger": ("larger.json", larger_table),
+    "capacity": ("larger.json", capacity_table),
     "ceiling": ("ceiling.json", ceiling_table),
     "ablation": ("ablation.json", ablation_table),
     "speed": ("pocket_speed_nvidia*.json", speed_table),
     "step": ("step_nvidia*.json", step_table),
-    "full_cost": ("full_cost_nvidia*.json", full_cost_table),
     "kernels": ("kernels_nvidia*.json", kernel_table),
 }
 
 
 def main() -> None:
-    """Rewrites every section of the README that has a result."""
-    text = README.read_text("utf-8")
+    """Rewrites every section of the documents that has a result."""
+    for document in DOCUMENTS:
+        document.write_text(filled(document.read_text("utf-8")), "utf-8")
+
+
+def filled(text: str) -> str:
+    """A document with the tables of its sections, `<!-- name:begin -->` to `<!-- name:end -->`."""
     for name, (pattern, table) in SECTIONS.items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
         files = sorted(RESULTS.glob(pattern))
-        if not files:
+        if not files or begin not in text:
             continue
         body = "\n\n".join(table(json.loads(file.read_text("utf-8"))) for file in files)
-        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
         before, rest = text.split(begin)
         text = f"{before}{begin}\n{body}\n{end}{rest.split(end)[1]}"
-    README.write_text(text, "utf-8")
+    return text
 
 
 if __name__ == "__main__":

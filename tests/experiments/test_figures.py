@@ -6,9 +6,12 @@ import json
 
 from experiments.figures import draw
 from experiments.report import (
+    DOCUMENTS,
     ablation_table,
     budget_table,
+    capacity_table,
     ceiling_table,
+    filled,
     full_cost_table,
     headline,
 )
@@ -164,6 +167,44 @@ def test_real_text_is_told_in_order_of_nodes_and_by_its_best_setting():
     line = headline(FULL_COST)
     assert "B = 64) the pocket trio writes 320 tokens a second by `tfm`: 4.00 times plain" in line
     assert "1.60 times the chain" in line
+
+
+def test_lines_of_a_second_run_are_marked_and_compared_with_its_own_run_alone():
+    second = {**FULL_COST["macro"][2], "budget": 63, "speedup": 5.0, "run": 2}
+    result = {**FULL_COST, "macro": [*FULL_COST["macro"], second]}
+    assert "| **5.00** (2) |" in full_cost_table(result)
+    line = headline(result)
+    assert "B = 63)" in line
+    assert "5.00 times plain decoding and, with B = 64 and in one run with it, 1.60 times" in line
+
+
+def test_larger_weavers_stand_beside_the_trios_own():
+    names = {"trio": "pocket", "prompts": "held back", "temperature": 0.0, "shared_noise": False}
+    lengths = {"own": 6.0, "as it is": 6.25, "enlarged": 6.5}
+    rows = [
+        {**names, "method": "tfm", "weaver": weaver, "mean_accepted_length": length}
+        | {"to_ddtree": length / 5, "to_ddtree_ci95": [1.0, 1.5]}
+        for weaver, length in lengths.items()
+    ]
+    rows.append({**names, "method": "ddtree", "weaver": "own", "mean_accepted_length": 5.0})
+    training = [
+        {"run": "as it is", "parameters": 1264256, "blocks": 1, "inner": 384},
+        {"run": "enlarged", "parameters": 3923072, "blocks": 2, "inner": 1536},
+    ]
+    learned = {"written": {"texts": 1234}, "optimiser": {"steps": 10}}
+    setting = {**SETTING, "count": 4, "new_tokens": 8, "rounds": "replayed", "capacity": learned}
+    result = {"setting": {"pocket": setting}, "training": training, "rows": rows}
+    table = capacity_table(result)
+    assert "| own: `tfm`, to `ddtree` | as it is, 1.3M: `tfm`, to" in table
+    line = "| held back | 0 | 6.00, 1.20 (1.00 to 1.50) | 6.25, 1.25 (1.00 to 1.50) | 6.50, 1.30"
+    assert line in table
+    assert "2 blocks, 1536 inner units, against 1 and 384" in table
+
+
+def test_documents_show_what_the_results_hold():
+    for document in DOCUMENTS:
+        text = document.read_text("utf-8")
+        assert filled(text) == text, f"{document.name}: run `python -m experiments.report`"
 
 
 def test_accepted_lengths_stand_side_by_side_by_nodes():
