@@ -1,30 +1,44 @@
 """Accepted length of every method on the evaluation prompts, and whether their texts agree.
 
-python -m experiments.acceptance --out experiments/results/acceptance.json
+    python -m experiments.acceptance --out experiments/results/acceptance.json
+
+The file is written again after every row, so that a stop keeps what was found.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 import tfm_jax
 from experiments import bootstrap
 from experiments.checkout import commit_id
-from experiments.options import check_positive
+from experiments.options import check_positive, refusing
+from experiments.progress import log
 from experiments.store import store
 from tfm_jax.config import Sampling, TreeConfig
 from tfm_jax.files import check_new_file
 from tfm_jax.model import POCKET, Generation, Model
 
+RESULT = Path(__file__).parent / "results" / "acceptance.json"
 DOMAINS = ("prose", "code", "math", "chat")
+BUDGETS = (16, 32, 64, 128)
+SAMPLINGS = (
+    Sampling(),
+    Sampling(temperature=1.0),
+    Sampling(temperature=1.0, shared_noise=False),
+)
 
 
 def load_prompts(model: Model, domain: str, count: int, longest: int) -> list[list[int]]:
@@ -46,33 +60,41 @@ def interval(runs: list[Generation]) -> tuple[float, float]:
 def measure(
     model: Model,
     *,
-    budgets: Iterable[int] = (16, 32, 64, 128),
-    samplings: Iterable[Sampling] = (
-        Sampling(),
-        Sampling(temperature=1.0),
-        Sampling(temperature=1.0, shared_noise=False),
-    ),
+    budgets: Iterable[int] = BUDGETS,
+    samplings: Iterable[Sampling] = SAMPLINGS,
     count: int = 80,
     new_tokens: int = 128,
     longest_prompt: int = 256,
     domains: Iterable[str] = DOMAINS,
     name: str = POCKET,
+    keep: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
-    """Decodes every prompt in every setting; returns `{"setting", "rows"}`.
+    """Decodes every prompt in every setting; returns `{"setting", "rows", "macro"}`.
 
     Every run emits exactly `new_tokens` tokens (end tokens do not stop); prompt i of a domain is
     sampled with seed i. A row's `identical` says whether all its texts equal those of plain
-    decoding; `tokens_per_second` is single stream.
+    decoding; `tokens_per_second` is single stream. `keep` gets the result after every row.
     """
-    check_positive(count=count, new_tokens=new_tokens)
-    common = common_setting(model, name)
+    check_positive(count=count, new_tokens=new_tokens, longest_prompt=longest_prompt)
+    settings = _settings(budgets)
     prompts = {domain: load_prompts(model, domain, count, longest_prompt) for domain in domains}
-    rows = []
+    setting = {
+        **common_setting(model, name),
+        "prompts": {domain: len(texts) for domain, texts in prompts.items()},
+        "new_tokens": new_tokens,
+        "longest_prompt": longest_prompt,
+        "prompt_form": "plain continuation, no chat template; end tokens do not stop",
+        "expand": "ceil(B / 16)",
+        "children": TreeConfig().children,
+        "pool": TreeConfig().pool,
+        "acceptance": "target-only; shared_noise rows grow the tree under the target's noise",
+    }
+    rows: list[dict[str, Any]] = []
     # The plain text depends on neither the method nor the shared noise.
     references: dict[tuple[float, str], list[Generation]] = {}
     for sampling in samplings:
         for domain, texts in prompts.items():
-            for method, budget in _settings(budgets):
+            for method, shape in settings:
                 if method == "ar" and (sampling.temperature, domain) in references:
                     continue
                 runs = [
@@ -80,47 +102,40 @@ def measure(
                         prompt,
                         max_new_tokens=new_tokens,
                         method=method,
-                        tree=TreeConfig(budget=budget, expand=-(-budget // 16)),
+                        tree=shape,
                         sampling=dataclasses.replace(sampling, seed=i),
                         end_tokens=[],
                     )
                     for i, prompt in enumerate(texts)
                 ]
                 plain = references.setdefault((sampling.temperature, domain), runs)
-                emitted = sum(run.stats.emitted_tokens for run in runs)
-                rounds = sum(run.stats.rounds for run in runs)
-                seconds = sum(run.stats.decode_seconds for run in runs)
-                differing = sum(a.tokens != b.tokens for a, b in zip(runs, plain, strict=True))
-                rows.append(
-                    {
-                        "domain": domain,
-                        "temperature": sampling.temperature,
-                        "shared_noise": sampling.shared_noise and sampling.temperature > 0,
-                        "budget": budget,
-                        "method": method,
-                        "mean_accepted_length": round(emitted / rounds, 4),
-                        "ci95": [round(x, 4) for x in interval(runs)],
-                        "rounds": rounds,
-                        "round_ms": round(1e3 * seconds / rounds, 4),
-                        "tokens_per_second": round(emitted / seconds, 1),
-                        "identical": differing == 0,
-                        "differing_prompts": differing,
-                    }
-                )
-                print(json.dumps(rows[-1]), flush=True)
+                names = {
+                    "domain": domain,
+                    "temperature": sampling.temperature,
+                    "shared_noise": sampling.shared_noise and sampling.temperature > 0,
+                    "budget": shape.budget,
+                    "method": method,
+                }
+                rows.append(names | _figures(runs, plain))
+                log(json.dumps(rows[-1]))
+                keep({"setting": setting, "rows": rows, "macro": summarise(rows)})
+    return {"setting": setting, "rows": rows, "macro": summarise(rows)}
+
+
+def _figures(runs: list[Generation], plain: list[Generation]) -> dict[str, Any]:
+    """What a row says of its runs, beside those of plain decoding."""
+    emitted = sum(run.stats.emitted_tokens for run in runs)
+    rounds = sum(run.stats.rounds for run in runs)
+    seconds = sum(run.stats.decode_seconds for run in runs)
+    differing = sum(a.tokens != b.tokens for a, b in zip(runs, plain, strict=True))
     return {
-        "setting": {
-            **common,
-            "prompts": {domain: len(texts) for domain, texts in prompts.items()},
-            "new_tokens": new_tokens,
-            "longest_prompt": longest_prompt,
-            "prompt_form": "plain continuation, no chat template; end tokens do not stop",
-            "expand": "ceil(B / 16)",
-            "children": TreeConfig().children,
-            "pool": TreeConfig().pool,
-            "acceptance": "target-only; shared_noise rows grow the tree under the target's noise",
-        },
-        "rows": rows,
+        "mean_accepted_length": round(emitted / rounds, 4),
+        "ci95": [round(x, 4) for x in interval(runs)],
+        "rounds": rounds,
+        "round_ms": round(1e3 * seconds / rounds, 4),
+        "tokens_per_second": round(emitted / seconds, 1),
+        "identical": differing == 0,
+        "differing_prompts": differing,
     }
 
 
@@ -149,30 +164,55 @@ def common_setting(model: Model, name: str = POCKET) -> dict[str, str]:
     }
 
 
-def _settings(budgets: Iterable[int]) -> list[tuple[str, int]]:
-    trees = [(method, budget) for budget in budgets for method in ("ddtree", "tfm")]
-    return [("ar", 1), ("dflash", 15), *trees]
+def _settings(budgets: Iterable[int]) -> list[tuple[str, TreeConfig]]:
+    """Methods and shapes; raises ValueError for a budget that no tree has."""
+    shapes = [TreeConfig(budget=budget, expand=max(-(-budget // 16), 1)) for budget in budgets]
+    trees = [(method, shape) for shape in shapes for method in ("ddtree", "tfm")]
+    return [("ar", TreeConfig(budget=1)), ("dflash", TreeConfig(budget=15)), *trees]
 
 
-def main(
-    model: str = "pocket",
-    out: Path = Path("experiments/results/acceptance.json"),
-    count: int = 80,
-    new_tokens: int = 128,
-    budgets: tuple[int, ...] = (16, 32, 64, 128),
-    dtype: str | None = "float32",
-) -> None:
-    """Measures acceptance and writes it to `out`."""
-    check_new_file(out)
-    loaded = tfm_jax.load(model, dtype=dtype)
-    result = measure(loaded, budgets=budgets, count=count, new_tokens=new_tokens, name=model)
-    result["macro"] = summarise(result["rows"])
-    store(out, result)
+def show(result: dict[str, Any]) -> None:
+    """Prints the macro averages."""
+    table = Table("T", "method", "B", "accepted", title="Mean accepted length, all domains")
     for row in result["macro"]:
-        print(row)
+        noise = ", shared noise" if row["shared_noise"] else ""
+        length = f"{row['mean_accepted_length']:.3f}"
+        table.add_row(f"{row['temperature']:g}{noise}", row["method"], str(row["budget"]), length)
+    Console(width=None if sys.stdout.isatty() else 100, highlight=False).print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Accepted length on the evaluation prompts.")
+    parser.add_argument("--model", default=POCKET, help="the embedded trio, or a directory")
+    parser.add_argument("--budgets", type=int, nargs="+", default=list(BUDGETS))
+    parser.add_argument("--domains", nargs="+", choices=DOMAINS, default=list(DOMAINS))
+    parser.add_argument("--count", type=int, default=80, help="prompts a domain")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--longest-prompt", type=int, default=256, help="in tokens")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--out", type=Path, default=RESULT, help="file to write")
+    parser.add_argument("--json", action="store_true", help="print the result instead of a table")
+    options = parser.parse_args(arguments)
+    with refusing(parser):
+        numbers = ("count", "new_tokens", "longest_prompt")
+        check_positive(**{name: getattr(options, name) for name in numbers})
+        _settings(options.budgets)
+        check_new_file(options.out)
+    result = measure(
+        tfm_jax.load(options.model, dtype=options.dtype),
+        budgets=options.budgets,
+        count=options.count,
+        new_tokens=options.new_tokens,
+        longest_prompt=options.longest_prompt,
+        domains=options.domains,
+        name=options.model,
+        keep=lambda found: store(options.out, found),
+    )
+    if options.json:
+        print(json.dumps(result, indent=1))
+    else:
+        show(result)
 
 
 if __name__ == "__main__":
-    import tyro
-
-    tyro.cli(main)
+    main()

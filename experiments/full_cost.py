@@ -3,7 +3,8 @@
     python -m experiments.full_cost [--preset qwen3.6-27b] [--trio DIR] [--out DIR]
 
 Every method continues the evaluation prompts on one device, single stream, in the device loop of
-`generate`. Writes `full_cost_<device>.json` after each method.
+`generate`. Writes `full_cost_<device>.json` after each method; `--add` keeps what is there and adds
+the rows as those of a further run.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from tfm_jax.decoding.generate import Stats, bucket, rounds_limit, summarise, te
 from tfm_jax.decoding.prefill import plan, prefill
 from tfm_jax.decoding.round import shape_for
 from tfm_jax.decoding.state import DecodeState, make_request, networks_for
-from tfm_jax.files import check_new_file
+from tfm_jax.files import check_new_file, read_json
 from tfm_jax.model import POCKET, Model, default_dtype, directory, load
 from tfm_jax.presets import geometry
 
@@ -45,6 +46,22 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 METHODS = ("ar", "dflash", "ddtree", "tfm")
 WARM_ROUNDS = 3
 CHECKED = 192  # tokens of the float32 comparison
+# What further runs share with the first one.
+COMMON = (
+    "device",
+    "dtype",
+    "timed",
+    "trio",
+    "preset",
+    "new_tokens",
+    "longest_prompt",
+    "prompt_form",
+    "expand",
+    "children",
+    "pool",
+    "shared_noise",
+    "prompts",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -254,6 +271,34 @@ def macro(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def check_joins(found: dict[str, Any], setting: dict[str, Any]) -> None:
+    """Raises ValueError where a run of this setting is no further run of a stored result."""
+    for name in COMMON:
+        if found["setting"][name] != setting[name]:
+            raise ValueError(
+                f"--add needs the {name} of the result that is there, {found['setting'][name]!r}, "
+                f"got {setting[name]!r}"
+            )
+
+
+def joined(found: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """A stored result with the rows of a further run, each marked with its number.
+
+    Speed-ups stay those over the run's own plain decoding, whose rows are left out: their times
+    are in the entry that the run gets in the setting's `runs`.
+    """
+    runs = found["setting"].get("runs", [])
+    number = len(runs) + 2
+    own = {name: value for name, value in new["setting"].items() if name not in COMMON}
+    plain = {f"{r['temperature']:g}": r["round_ms"] for r in new["macro"] if r["method"] == "ar"}
+    entry = {"run": number, **own, "plain_round_ms": plain}
+    result = {"setting": found["setting"] | {"runs": [*runs, entry]}}
+    for name in ("rows", "macro", "differences"):
+        rows = [row | {"run": number} for row in new[name] if row["method"] != "ar"]
+        result[name] = found[name] + rows
+    return result
+
+
 def last_logits(
     trio: pathlib.Path, dtype: str, prompts: dict[str, list[list[int]]]
 ) -> list[np.ndarray]:
@@ -358,6 +403,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--check", action="store_true", help="compare part after part in float32 first; minutes"
     )
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the result")
+    parser.add_argument("--add", action="store_true", help="to the result there, as a further run")
     parser.add_argument("--json", action="store_true", help="print the result instead of tables")
     options = parser.parse_args(arguments)
 
@@ -366,6 +412,7 @@ def main(arguments: list[str] | None = None) -> None:
     with refusing(parser):
         check_options(options)
         trio, sizes = directory(options.trio), geometry(options.preset)
+        before = read_json(path) if options.add else None
         check_new_file(path)
     setting: dict[str, Any] = {
         "device": device,
@@ -396,6 +443,9 @@ def main(arguments: list[str] | None = None) -> None:
         for domain in DOMAINS
     }
     setting["prompts"] = {domain: len(texts) for domain, texts in prompts.items()}
+    if before is not None:
+        with refusing(parser):
+            check_joins(before, setting)
     every = [prompt for texts in prompts.values() for prompt in texts]
     checks: dict[str, Any] = {}
     if options.check:
@@ -438,6 +488,7 @@ def main(arguments: list[str] | None = None) -> None:
             log(f"{one.name} T={temperature:g}: {mean}")
             result = {"setting": setting | {"checks": checks, **_peak()}, "rows": rows}
             result |= {"macro": macro(rows), "differences": apart}
+            result = result if before is None else joined(before, result)
             store(path, result)
     if options.json:
         print(json.dumps(result, indent=1))

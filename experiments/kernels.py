@@ -3,9 +3,11 @@
     python -m experiments.kernels [--ops gdn_tree top_k] [--sweep] [--out DIR]
 
 Every candidate first passes a correctness gate on the timed inputs; its error is part of the
-report. Floors come from the read bandwidth and the matrix rate measured in the same run.
-`--sweep` adds kernel configurations. Without a GPU the gates run interpreted on tiny shapes and no
-time is reported. Writes `kernels_<device>.json`, which `python -m experiments.figures` draws.
+report. Floors come from the read bandwidth and the matrix rate measured in the same run: a large
+sum, which some products read a few percent faster. What failed, or took too long to compile, is
+named in its row. `--sweep` adds kernel configurations. Without a GPU the gates run interpreted on
+tiny shapes and no time is reported. Writes `kernels_<device>.json`, which `python -m
+experiments.figures` draws.
 """
 
 import argparse
@@ -60,13 +62,19 @@ def read_rate() -> float:
     return sets[0][0].nbytes / (timing.median_us * 1e-6)
 
 
+class WrongResultError(ValueError):
+    """A candidate's results are not those that were asked for."""
+
+
 def gate(case: Case, candidate: Candidate) -> float:
-    """The candidate's error; raises where it is no result at all."""
+    """The candidate's error; raises `WrongResultError` where it is no result at all."""
     copy = functools.partial(jax.tree.map, jnp.copy)
     copies = [copy(x) if i < case.carried else x for i, x in enumerate(case.sets[0])]
     error = case.error(jax.jit(candidate.call)(jnp.float32(0), *copies))
     if not error <= case.tolerance:
-        raise ValueError(f"wrong result: error {error:.1e}, at most {case.tolerance:.0e} allowed")
+        raise WrongResultError(
+            f"wrong result: error {error:.1e}, at most {case.tolerance:.0e} allowed"
+        )
     return error
 
 
@@ -97,8 +105,8 @@ def time_ops(
 ) -> tuple[Report, Rates]:
     """Compiles all candidates side by side, then times them one by one; also the card's rates.
 
-    What has not been compiled after `patience` seconds is reported and left out. Before each
-    further operation `keep` is called with those that are done.
+    What fails, or has not been compiled after `patience` seconds, is named in its row under
+    `<kind>_failed`. Before each further operation `keep` is called with those that are done.
     """
     started = time.perf_counter()
     pool = concurrent.futures.ThreadPoolExecutor(max((os.cpu_count() or 1) - 2, 2))
@@ -127,9 +135,10 @@ def time_ops(
         left = patience - (time.perf_counter() - started)
         try:
             ready.append((op, case, row, candidate, *future.result(max(left, 0.1))))
+        except TimeoutError:
+            fail(op, row, candidate, f"not compiled after {patience:.0f} s")
         except Exception as failure:  # one candidate's failure must not lose the others
-            reason = " ".join(f"{type(failure).__name__}: {failure}".split())[:300]
-            log(f"{op} {describe(case.label)} {candidate.kind} {candidate.note}: {reason}")
+            fail(op, row, candidate, f"{type(failure).__name__}: {failure}")
     # Nothing may compile while something is timed.
     pool.shutdown(wait=True, cancel_futures=True)
     log(f"compiled in {time.perf_counter() - started:.0f} s")
@@ -154,6 +163,26 @@ def time_ops(
             f"error {error:.1e}  compile {seconds:.0f} s  {candidate.note}"
         )
     return report, rates
+
+
+def fail(op: str, row: Row, candidate: Candidate, why: str) -> None:
+    """Keeps why a candidate has no time, and says it."""
+    reason = " ".join(f"{candidate.note} {why}".split())[:300]
+    row.found.setdefault(f"{candidate.kind}_failed", []).append(reason)
+    log(f"{op} {describe(row.label)} {candidate.kind}: {reason}")
+
+
+def wrong(report: Report) -> list[str]:
+    """Which candidates did not pass the gate."""
+    return [
+        f"{op} {describe(row.label)} {name.removesuffix('_failed')}: {reason}"
+        for op, rows in report.items()
+        for row in rows
+        for name, reasons in row.found.items()
+        if name.endswith("_failed")
+        for reason in reasons
+        if WrongResultError.__name__ in reason
+    ]
 
 
 def urgent(case: Case, candidate: Candidate) -> int:
@@ -224,10 +253,10 @@ def show(report: Report, rates: Rates) -> None:
     for op, rows in report.items():
         kinds = list(
             dict.fromkeys(
-                name.removesuffix("_error")
+                name.rpartition("_")[0]
                 for row in rows
                 for name in row.found
-                if name.endswith("_error")
+                if name.endswith(("_error", "_failed"))
             )
         )
         times = [f"{kind}, us" for kind in kinds] if rates else []
@@ -237,15 +266,16 @@ def show(report: Report, rates: Rates) -> None:
             error = row.found.get("pallas_error")
             cells = [describe(row.label)]
             if rates:
-                cells += [cell(row.found.get(f"{kind}_us"), mine, kind) for kind in kinds]
+                cells += [cell(row.found, mine, kind) for kind in kinds]
                 cells.append(f"{row.found.get('floor_us', math.nan):.1f}")
             table.add_row(*cells, "-" if error is None else f"{error:.0e}")
         console.print(table)
 
 
-def cell(us: float | None, mine: float | None, kind: str) -> str:
+def cell(found: dict[str, Any], mine: float | None, kind: str) -> str:
+    us = found.get(f"{kind}_us")
     if us is None:
-        return "-"
+        return "failed" if f"{kind}_failed" in found else "-"
     return f"{us:.1f}" if kind == "pallas" or not mine else f"{us:.1f} ({us / mine:.1f}x)"
 
 
@@ -283,6 +313,8 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         show(found, rates)
     log(f"written to {path}")
+    if wrong(found):
+        sys.exit("wrong results:\n" + "\n".join(wrong(found)))
 
 
 if __name__ == "__main__":

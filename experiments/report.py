@@ -271,6 +271,9 @@ def kernel_table(result: dict[str, Any]) -> str:
 
 
 def _kernel_setting(result: dict[str, Any]) -> str:
+    rows = [row for rows in result["ops"].values() for row in rows if "pallas_us" in row]
+    under = max(0.0, *(1 - row["pallas_us"] / row["floor_us"] for row in rows))
+    exact = f" Some kernels read faster, by up to {under:.0%}." if under else ""
     return (
         "Qwen3.6-27B shapes (16 key heads, 48 value heads, 128 x 128; 24 query heads over 4 of "
         "256; vocabulary 248,320), bfloat16 unless said, batch 1, trees of depth 15, one "
@@ -278,7 +281,8 @@ def _kernel_setting(result: dict[str, Any]) -> str:
         "jitted chain over inputs rotated past the cache. Floor: least traffic at "
         f"{result['read_bandwidth_gbs'] / 1e3:.2f} TB/s or least arithmetic at "
         f"{result['matrix_tflops']:.0f} TFLOP/s, whichever is longer, both measured in the same "
-        f"run. Error: Frobenius norm of `out` against float64.{_note(result)}"
+        f"run, by a large sum and a large product.{exact} Error: Frobenius norm of `out` against "
+        f"float64.{_note(result)}"
     )
 
 
@@ -290,7 +294,9 @@ def _typical(row: dict[str, Any]) -> bool:
 
 def _rival(row: dict[str, Any], kind: str) -> str:
     us = row.get(f"{kind}_us")
-    return "-" if us is None else f"{us:.1f} ({us / row['pallas_us']:.1f}x)"
+    if us is None:
+        return "; ".join(row.get(f"{kind}_failed", ["-"]))
+    return f"{us:.1f} ({us / row['pallas_us']:.1f}x)"
 
 
 def _case(row: dict[str, Any]) -> str:
@@ -533,9 +539,19 @@ def full_cost_table(result: dict[str, Any]) -> str:
         f"{setting['longest_prompt']} tokens, {setting['new_tokens']} new tokens each; w = "
         f"{setting['expand']}, {setting['children']} children, pool {setting['pool']}, shared "
         f"noise {'on' if setting['shared_noise'] else 'off'}; means over domains. "
-        f"{parted}{kept}{_note(setting)}",
+        f"{parted}{kept}{_further_runs(setting)}",
     ]
     return "\n".join(lines)
+
+
+def _further_runs(setting: dict[str, Any]) -> str:
+    """Where marked lines are from."""
+    return "".join(
+        f" Lines marked {run['run']} are from a further run of the same prompts, commit "
+        f"{run['commit']}, in which plain decoding took {max(run['plain_round_ms'].values()):.2f} "
+        "ms a round: their speed-ups are over that."
+        for run in setting.get("runs", [])
+    )
 
 
 def _mark(row: dict[str, Any]) -> str:

@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from tfm_jax.checkpoints import CheckpointError, convert, read_trio
 from tfm_jax.checkpoints.opened import open_weaver
+from tfm_jax.checkpoints.trio import open_trio
 from tfm_jax.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -210,6 +212,25 @@ def test_a_mismatched_trio_writes_nothing(fixtures, verifier_dir, tmp_path):
     with pytest.raises(CheckpointError, match="num_target_layers is 12"):
         convert(verifier_dir, tmp_path / "out", drafter=fixtures / "dflash_tiny")
     assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
+def test_opening_a_conversion_reads_no_weight_and_loading_reads_all_once(
+    trio_dir, tmp_path, monkeypatch
+):
+    convert(trio_dir, tmp_path / "out")
+    restore, reads = ocp.Checkpointer.restore, []
+
+    def counted(self, *args, **options):
+        reads.append(args)
+        return restore(self, *args, **options)
+
+    monkeypatch.setattr(ocp.Checkpointer, "restore", counted)
+    opened = open_trio(tmp_path / "out")
+    assert not reads
+    direct = read_trio(trio_dir)
+    for name, part in opened.parts().items():
+        assert_same(part.load(), getattr(direct, name).params)
+    assert len(reads) == 1
 
 
 def test_a_damaged_conversion_is_refused(verifier_dir, tmp_path, edit):

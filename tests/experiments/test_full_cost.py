@@ -323,6 +323,39 @@ def test_rows_and_means():
     assert mean["tokens_per_second"] == 24.0
 
 
+def test_a_further_run_is_added_beside_the_first():
+    plain = {"code": [run([1] * 8, 8, 2.0)]}
+    common = dict.fromkeys(full_cost.COMMON, "same")
+
+    def result(commit, budget, rounds, plain_seconds):
+        texts = {"code": [run([1] * 8, rounds, 1.0)]}
+        reference = {"code": [run([1] * 8, 8, plain_seconds)]}
+        rows = full_cost.rows_of(full_cost.Setting(method="ar", budget=0), 0.0, reference, plain)
+        setting = full_cost.Setting(method="tfm", budget=budget)
+        rows += full_cost.rows_of(setting, 0.0, texts, reference)
+        apart = [{"method": "tfm", "budget": budget, "gap": 0.1}]
+        setting = common | {"commit": commit}
+        return {"setting": setting, "rows": rows, "macro": full_cost.macro(rows)} | {
+            "differences": apart
+        }
+
+    first, second = result("one", 64, 2, 2.0), result("two", 63, 4, 4.0)
+    full_cost.check_joins(first, second["setting"])
+    both = full_cost.joined(first, second)
+    assert [(row["method"], row["budget"], row.get("run")) for row in both["macro"]] == [
+        ("ar", 0, None),
+        ("tfm", 64, None),
+        ("tfm", 63, 2),
+    ]
+    assert both["macro"][2]["speedup"] == 4.0  # over its own run's plain decoding
+    (entry,) = both["setting"]["runs"]
+    assert entry == {"run": 2, "commit": "two", "plain_round_ms": {"0": 500.0}}
+    assert [one.get("run") for one in both["differences"]] == [None, 2]
+    assert [r["run"] for r in full_cost.joined(both, second)["setting"]["runs"]] == [2, 3]
+    with pytest.raises(ValueError, match="the dtype of the result that is there, 'same', got 'x'"):
+        full_cost.check_joins(first, common | {"dtype": "x"})
+
+
 @pytest.mark.slow
 def test_the_experiment_runs_without_a_gpu(tmp_path, sizes, capsys):
     preset = tmp_path / "sizes.json"
@@ -339,6 +372,11 @@ def test_the_experiment_runs_without_a_gpu(tmp_path, sizes, capsys):
     assert result["differences"] == []
     assert result["setting"]["checks"]["logits"]["same_best_token"] == 4
     assert max(result["setting"]["checks"]["float32"].values()) < 1e-4
+    more = ["--add", "--methods", "ar", "tfm", "--temperatures", "0"]
+    full_cost.main([*arguments, *more])
+    added = json.loads((tmp_path / "full_cost_cpu.json").read_text())
+    assert added["rows"][:32] == result["rows"]
+    assert [(row["method"], row["run"]) for row in added["rows"][32:]] == [("tfm", 2)] * 4
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from refusals import refused
 
 from experiments import ablation, acceptance, ceiling, kernels, step
+from experiments.checkout import commit_id
 from experiments.store import store
 from experiments.timings.case import Candidate, Case
 from pallas_kernels.benchmark import compile_chain
@@ -59,6 +60,46 @@ def test_a_stop_loses_only_what_was_not_timed(monkeypatch):
     assert [list(one) for one in kept] == [["top_k"], ["top_k", "add_norm"]]
     assert all("pallas_us" in rows[0] for one in kept for rows in one.values())
     assert list(report) == ops
+
+
+def test_what_failed_is_named_in_its_row(monkeypatch, tmp_path, capsys):
+    """A wrong result and one that does not compile; the program says so by its exit."""
+
+    def broken(token, x):
+        raise NotImplementedError("no such\nthing")
+
+    calls = {
+        "pallas": lambda token, x: (2 * x,),
+        "xla": lambda token, x: (x + token,),
+        "dense": broken,
+    }
+    case = Case(
+        label={"case": 1},
+        sets=[(jnp.ones(3),)],
+        candidates=[Candidate(kind=kind, call=call) for kind, call in calls.items()],
+        error=lambda results: float(abs(results[0] - 1).max()),
+        tolerance=1e-6,
+        bytes=24,
+    )
+    loaded = lambda name: SimpleNamespace(cases=lambda tiny, sweep: [case])
+    monkeypatch.setattr(kernels, "load", loaded)
+    monkeypatch.setattr(kernels, "read_rate", lambda: 1e9)
+    monkeypatch.setattr(kernels, "matrix_rate", lambda: 1e12)
+    monkeypatch.setattr(kernels.jax, "default_backend", lambda: "gpu")
+    with pytest.raises(SystemExit) as stop:
+        kernels.main(["--ops", "top_k", "--out", str(tmp_path)])
+    assert "top_k case=1 pallas: WrongResultError: wrong result: error 1.0e+00" in str(stop.value)
+    assert "dense" not in str(stop.value)
+    (row,) = json.loads((tmp_path / "kernels_cpu.json").read_text())["ops"]["top_k"]
+    assert row["dense_failed"] == ["NotImplementedError: no such thing"]
+    assert "pallas_us" not in row
+    assert "xla_us" in row
+    assert capsys.readouterr().out.count("failed") == 2
+
+
+def test_no_commit_is_known_without_git(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert commit_id() == "unknown"
 
 
 def test_rows_are_stored_a_line_each(tmp_path):
@@ -140,6 +181,8 @@ def test_the_floor_counts_what_plain_decoding_reads(tiny_trio):
         (ablation.main, ["--new-tokens", "0"], "new_tokens must be at least 1, got 0"),
         (ceiling.main, ["--temperatures", "nan"], "temperature must be finite"),
         (ceiling.main, ["--anchors", "0"], "anchors must be at least 1, got 0"),
+        (acceptance.main, ["--count", "0"], "count must be at least 1, got 0"),
+        (acceptance.main, ["--budgets", "16", "0"], "budget"),
     ],
 )
 def test_numbers_that_no_run_could_have(main, options, message, tmp_path, capsys):
@@ -155,15 +198,52 @@ def test_a_place_that_cannot_be_written_is_refused_first(tmp_path, capsys):
         (step.main, file, "file"),
         (ablation.main, tmp_path, "the result is a file"),
         (ceiling.main, file / "out.json", "file"),
+        (acceptance.main, tmp_path, "the result is a file"),
     ):
         with refused(capsys, message):
             main(["--out", str(place)])
-    with pytest.raises(IsADirectoryError, match="the result is a file"):
-        acceptance.main(out=tmp_path)
     assert file.read_text() == "mine"
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_acceptance_of_no_prompts_is_refused():
-    with pytest.raises(ValueError, match="count must be at least 1, got 0"):
-        acceptance.measure(None, count=0)
+def test_accepted_lengths_are_kept_row_by_row(tmp_path, capsys, monkeypatch):
+    """Twelve tokens in 12, 6, 4 and 3 rounds; the last method's second text is another one."""
+    rounds = {"ar": 12, "dflash": 6, "ddtree": 4, "tfm": 3}
+
+    def generate(prompt, *, max_new_tokens, method, tree, sampling, end_tokens):
+        tokens = [prompt[0], sampling.seed, *range(max_new_tokens - 2)]
+        if method == "tfm" and sampling.seed == 1:
+            tokens[-1] = 99
+        count = rounds[method]
+        stats = SimpleNamespace(emitted_tokens=12, rounds=count, decode_seconds=count / 4)
+        return SimpleNamespace(tokens=tokens, stats=stats)
+
+    verifier = SimpleNamespace(dtype=jnp.float32)
+    model = SimpleNamespace(
+        generate=generate,
+        encode=lambda text: jnp.arange(20),
+        trio=SimpleNamespace(verifier=verifier),
+    )
+    out, seen = tmp_path / "acceptance.json", []
+
+    def watch(path, result):
+        store(path, result)
+        seen.append(len(json.loads(out.read_text())["rows"]))
+
+    monkeypatch.setattr(acceptance, "store", watch)
+    monkeypatch.setattr(acceptance.tfm_jax, "load", lambda name, dtype: model)
+    options = {"--domains": "code", "--count": 2, "--new-tokens": 12, "--budgets": 8}
+    acceptance.main(
+        ["--json", *(str(x) for pair in options.items() for x in pair), "--out", str(out)]
+    )
+    result = json.loads(capsys.readouterr().out)
+    assert result == json.loads(out.read_text())
+    # Plain decoding once at each temperature, the others in each of three samplings.
+    assert seen == list(range(1, 12))
+    first = {row["method"]: row for row in result["rows"][:4]}
+    assert [row["mean_accepted_length"] for row in first.values()] == [1, 2, 3, 4]
+    assert (first["tfm"]["rounds"], first["tfm"]["round_ms"]) == (6, 250)
+    assert first["tfm"]["tokens_per_second"] == 16
+    assert [row["differing_prompts"] for row in first.values()] == [0, 0, 0, 1]
+    assert first["tfm"]["identical"] is False
+    assert result["macro"][3]["mean_accepted_length"] == 4

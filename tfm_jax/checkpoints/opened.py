@@ -30,7 +30,8 @@ class Opened(Generic[Config]):
       config: its configuration.
       source: directory or file it was read from.
       files: the weight files.
-      tensors: arrays by published name, views of the files.
+      tensors: arrays by published name, views of the files; where there is a `read`, shapes alone.
+      read: makes the arrays.
       matched: which of them make which parameter, which were skipped or unknown.
       keymap: the table used.
       block: rows and columns of an 8-bit weight that share a scale.
@@ -43,10 +44,12 @@ class Opened(Generic[Config]):
     matched: Match
     keymap: keymaps.KeyMap
     block: tuple[int, int] = (128, 128)
+    read: Callable[[], Mapping[str, np.ndarray]] | None = None
 
     def load(self, dtype: np.dtype | None = None) -> dict[str, np.ndarray]:
         """Parameters by dotted path, in `dtype` but for those that keep their precision."""
-        return assemble(self.keymap, self.matched, self.tensors, dtype=dtype, block=self.block)
+        tensors = self.tensors if self.read is None else self.read()
+        return assemble(self.keymap, self.matched, tensors, dtype=dtype, block=self.block)
 
 
 def open_verifier(directory: Path, *, strict: bool = True) -> Opened[VerifierConfig]:
@@ -133,6 +136,7 @@ def check(
     keymap: keymaps.KeyMap,
     strict: bool = True,
     block: tuple[int, int] = (128, 128),
+    read: Callable[[], Mapping[str, np.ndarray]] | None = None,
 ) -> Opened[Config]:
     """`tensors` opened as the network of `config`; CheckpointError with all that does not fit."""
     shapes = parameter_shapes(config)
@@ -145,6 +149,7 @@ def check(
         matched=matched,
         keymap=keymap,
         block=block,
+        read=read,
     )
 
 

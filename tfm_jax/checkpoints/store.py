@@ -5,8 +5,9 @@ Parameters lie under `weights/` as a nested dictionary, network first, then the 
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,8 @@ def open_store(
 ) -> tuple[Opened[VerifierConfig], Opened[DrafterConfig] | None, Opened[WeaverConfig] | None]:
     """Verifier, drafter and Weaver of a converted directory, each with the two-sided check.
 
-    All weights are read into host memory.
+    Shapes are those that the checkpoint names. What loads a network first reads the weights of all
+    into host memory, once.
     """
     described = read_json(directory / "config.json")
     if described.get("version") != VERSION:
@@ -89,14 +91,9 @@ def open_store(
     except ConfigError as error:
         raise CheckpointError(f"{directory / 'config.json'}: {error}") from None
     weights = directory / "weights"
-    try:
-        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-            tree = checkpointer.restore(weights.absolute())
-    except Exception as error:  # orbax and tensorstore raise many kinds
-        raise CheckpointError(
-            f"{weights} is damaged or incomplete, convert again: {_first_line(error)}"
-        ) from error
-    tensors = {name: dict(_flatten(part)) for name, part in tree.items()}
+    tree = _from_orbax(weights, _outline)
+    tensors = {name: dict(_flatten(part, make=_unread)) for name, part in tree.items()}
+    restore = functools.cache(lambda: _from_orbax(weights, lambda orbax, path: orbax.restore(path)))
     absent = [name for name in parts if name not in tensors]
     if absent or "verifier" not in parts:
         raise CheckpointError(f"{directory} has no weights of: {', '.join(absent) or 'verifier'}")
@@ -108,6 +105,7 @@ def open_store(
             (weights,),
             tensors[name],
             keymap=keymaps.own_names(keymap),
+            read=lambda: dict(_flatten(restore()[name], make=np.asarray)),
         )
 
     try:
@@ -176,12 +174,37 @@ def _nest(params: Mapping[str, np.ndarray]) -> dict[str, Any]:
     return tree
 
 
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, np.ndarray]]:
+def _flatten(
+    tree: Mapping[str, Any], *, make: Callable[[Any], np.ndarray], prefix: str = ""
+) -> Iterator[tuple[str, np.ndarray]]:
     for name, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{name}.")
+            yield from _flatten(value, make=make, prefix=f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", np.asarray(value)
+            yield f"{prefix}{name}", make(value)
+
+
+def _unread(array: Any) -> np.ndarray:
+    """Shape and type of a stored array, without memory for its values."""
+    return np.broadcast_to(np.zeros((), array.dtype), array.shape)
+
+
+def _outline(orbax: ocp.Checkpointer, path: Path) -> Mapping[str, Any]:
+    metadata = orbax.metadata(path).item_metadata
+    if metadata is None:
+        raise ValueError("it has no metadata")
+    return metadata.tree
+
+
+def _from_orbax(weights: Path, ask: Callable[[ocp.Checkpointer, Path], Any]) -> Any:
+    """What orbax says of a checkpoint; CheckpointError if it cannot."""
+    try:
+        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+            return ask(checkpointer, weights.absolute())
+    except Exception as error:  # orbax and tensorstore raise many kinds
+        raise CheckpointError(
+            f"{weights} is damaged or incomplete, convert again: {_first_line(error)}"
+        ) from error
 
 
 def _format(path: Path) -> Any:
