@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check clean
+.PHONY: demo test test-slow check clean
 
 ## demo: generate text with the four methods and compare them
 demo: $(STAMP)
@@ -12,6 +12,10 @@ demo: $(STAMP)
 ## test: run the test suite
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" -n 2
+
+## test-slow: run the tests that take minutes each
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow -n 2
 
 ## check: lint, format, types
 check: $(STAMP)

@@ -45,7 +45,7 @@ from experiments.text_sets import (
 from pallas_kernels.choice import automatic
 from tfm_jax.decoding.state import Trio
 from tfm_jax.model import POCKET, Model, directory
-from tfm_jax.training.pocket import STAGES, check_stage, heldout_windows, train_stage
+from tfm_jax.training.pocket import STAGES, heldout_windows, plan_stage, train_stage
 from tfm_jax.training.settings import check_count, check_seconds
 from tfm_jax.training.texts import write_continuations
 from tfm_jax.training.verifier import text_losses
@@ -269,6 +269,7 @@ def capacity_step(work: Work, learning: Learning, text_seconds: float) -> None:
         networks.frozen.verifier,
         work.corpus,
         learning.texts,
+        vocab_limit=networks.model.vocab_limit,
         seed=learning.seed,
         seconds=text_seconds,
     )
@@ -362,8 +363,11 @@ def check(options: argparse.Namespace) -> None:
     steps = set(options.steps)
     measuring(options)
     check_corpus(options.corpus)
-    for stage in (stage for stage in STAGES if stage in steps):
-        check_stage(stage, **stage_options(options, stage))
+    for place, step in enumerate(options.steps):
+        if step in STAGES:
+            before = options.steps[:place]
+            own = stage_options(options, step)
+            plan_stage(step, options.corpus, options.out, before=before, **own)
     if "verifier" not in steps and steps != {"capacity"}:  # a new verifier takes the corpus's
         check_corpus(options.corpus, options.out)
     if "capacity" in steps:

@@ -219,7 +219,8 @@ def compile_step(networks: Networks, learning: Learning, recipe: WeaverRecipe) -
         "first": jax.ShapeDtypeStruct((recipe.rows,), jnp.int32),
         "temperature": jax.ShapeDtypeStruct((recipe.rows,), jnp.float32),
     }
-    objective = weaver_objective(networks.config, recipe)
+    limit = networks.model.vocab_limit
+    objective = weaver_objective(networks.config, recipe, vocab_limit=limit)
     step = make_step(objective, optimiser, learning.optimiser, learning.seed)
     state = jax.eval_shape(lambda: start(networks.first, optimiser, 1))
     return step.lower(state, (networks.frozen, batch)).compile()
@@ -254,7 +255,7 @@ def train(
     tokens = recipe.rows * learning.texts["total"]
     state = fit(
         jax.tree.map(jnp.copy, params),  # a step gives its input's memory to its output
-        weaver_objective(networks.config, recipe),
+        weaver_objective(networks.config, recipe, vocab_limit=networks.model.vocab_limit),
         lambda i: (networks.frozen, batches(first + i)),
         learning.optimiser,
         seed=learning.seed,
@@ -410,7 +411,6 @@ def measure(run: Run) -> None:
     plan, networks = run.plan, run.networks
     held_back = heldout_prompts(run.corpus, plan.count)
     given = {d: load_prompts(networks.model, d, plan.count, plan.longest_prompt) for d in DOMAINS}
-    run.log.unlink(missing_ok=True)
     with concurrent.futures.ThreadPoolExecutor(len(plan.recipes) + 2) as pool:
         steps = {
             name: pool.submit(compile_step, networks, plan, recipe)
@@ -433,6 +433,7 @@ def write_texts_to_learn(run: Run) -> Continuations:
         run.networks.frozen.verifier,
         run.corpus,
         run.plan.texts,
+        vocab_limit=run.networks.model.vocab_limit,
         seed=run.plan.seed,
         seconds=run.clock.left(run.plan.write),
     )
@@ -489,7 +490,7 @@ def train_second(
     seconds = run.clock.left(run.plan.train)
     params = _train(run, "second", recipe, params, step, batches, seconds)
     numbers = {name: np.asarray(value) for name, value in params.items()}
-    write_hf(run.out / "weaver", run.networks.config, numbers, dtype="bfloat16", overwrite=True)
+    write_hf(run.out / "weaver", run.networks.config, numbers, dtype="bfloat16")
     merit = _merit(_choose(run, "second", params, yardstick))
     run.keep(f"second Weaver, {recipe!r}: {merit:.3f} of the first")
     return params
@@ -609,6 +610,15 @@ def _merit(rows: Sequence[Mapping[str, Any]]) -> float:
     return float(np.mean(counted))
 
 
+def check_new_results(out: Path) -> None:
+    """Raises FileExistsError if a folder holds what the experiment writes."""
+    there = [name for name in ("recipes.json", "training.jsonl", "weaver") if (out / name).exists()]
+    if there:
+        raise FileExistsError(
+            f"{out} holds {', '.join(there)}, which are not replaced: name another folder"
+        )
+
+
 def main(arguments: list[str] | None = None) -> None:
     plan = Plan()
     parser = argparse.ArgumentParser(description="A second edition of a Weaver.")
@@ -626,6 +636,7 @@ def main(arguments: list[str] | None = None) -> None:
             plan, seconds=options.seconds, seed=options.seed, count=options.count
         )
         check_corpus(options.corpus, options.model)
+        check_new_results(options.out)
         options.out.mkdir(parents=True, exist_ok=True)
     # Thousands of texts at once: XLA's forms, since the kernels are made for a single one. What
     # the trainer prints is progress.

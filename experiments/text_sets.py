@@ -135,7 +135,8 @@ def write_and_draft(
     rows, width = prompts.shape
     temperatures = jnp.full((rows,), temperature)
     total = width + new_tokens + trio.depth + 1
-    tokens = write_on(trio.verifier, prompts, lengths, temperatures, seeds, total=total)
+    given = (prompts, lengths, temperatures, seeds)
+    tokens = write_on(trio.verifier, *given, total=total, vocab_limit=vocab_limit)
     common = make_request(Sampling(), end_tokens=(), vocab_limit=vocab_limit, total=total)
 
     def one(text: tuple[jax.Array, jax.Array, jax.Array]) -> Starts:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from tfm_jax import presets
 from tfm_jax.checkpoints import parameter_shapes
 from tfm_jax.config import ConfigError
 from tfm_jax.model import random_model
-from tfm_jax.presets import geometry, preset_names
+from tfm_jax.presets import geometry, preset_file, preset_names
 
 # Text parameters of the published checkpoints.
 VERIFIERS = {
@@ -42,6 +44,17 @@ def test_names_are_those_of_the_files():
     assert set(VERIFIERS) < set(preset_names())
     with pytest.raises(ConfigError, match=r"qwen9: no such preset.*qwen3\.6-27b"):
         geometry("qwen9")
+
+
+def test_files_are_found_in_a_checkout_and_in_an_installed_package(tmp_path, monkeypatch):
+    checkout = Path(__file__).parents[1] / "configs"
+    assert preset_file("pocket") == checkout / "pocket.json"
+    installed = tmp_path / "tfm_jax" / "configs"
+    installed.mkdir(parents=True)
+    monkeypatch.setattr(presets, "_FOLDERS", (tmp_path / "configs", installed))
+    (installed / "pocket.json").write_bytes((checkout / "pocket.json").read_bytes())
+    assert preset_file("pocket") == installed / "pocket.json"
+    assert geometry("pocket").verifier.hidden_size == 320
 
 
 def test_a_file_must_hold_all_parts(tmp_path):

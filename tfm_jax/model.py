@@ -32,7 +32,7 @@ from tfm_jax.models.layers import stack_projections
 from tfm_jax.models.qwen36 import Verifier
 from tfm_jax.models.weaver import Weaver
 from tfm_jax.presets import geometry
-from tfm_jax.text import StreamDecoder, Tokenizer, load_tokenizer
+from tfm_jax.text import StreamDecoder, Tokenizer, known_ids, load_tokenizer
 from tfm_jax.tree import Tree
 
 POCKET = "pocket"
@@ -75,8 +75,7 @@ class Model:
     @property
     def vocab_limit(self) -> int:
         """Ids from here on are padding of the vocabulary: never accepted, never emitted."""
-        rows = self.trio.verifier.config.vocab_size
-        return rows if self.tokenizer is None else min(rows, self.tokenizer.vocab_size)
+        return known_ids(self.tokenizer, self.trio.verifier.config.vocab_size)
 
     @property
     def methods(self) -> tuple[str, ...]:

@@ -41,13 +41,18 @@ def preset_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _folder().glob("*.json")))
 
 
+def preset_file(name: str) -> Path:
+    """Where the file of a preset lies, or would lie: in a checkout, or in an installed package."""
+    return _folder() / f"{name}.json"
+
+
 def geometry(name: str | Path) -> Geometry:
     """The sizes of a preset, or of a JSON file with the parts `verifier`, `drafter`, `weaver`.
 
     Raises:
       ConfigError: an unknown name, a file without those parts, or sizes that do not fit.
     """
-    path = Path(name) if str(name).endswith(".json") else _folder() / f"{name}.json"
+    path = Path(name) if str(name).endswith(".json") else preset_file(str(name))
     if not path.is_file():
         raise ConfigError(
             f"{name}: no such preset or file; presets are {', '.join(preset_names())}"

@@ -28,6 +28,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     return Tokenizer(inner)
 
 
+def known_ids(tokenizer: Tokenizer | None, rows: int) -> int:
+    """How many of a vocabulary's rows stand for tokens; without a tokenizer all do."""
+    return rows if tokenizer is None else min(rows, tokenizer.vocab_size)
+
+
 class Tokenizer:
     """Encodes and decodes with a byte-level BPE; never adds a beginning-of-text token."""
 

@@ -1,7 +1,9 @@
 """Exported networks have the published names and shapes and read back to the same values."""
 
+import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -104,3 +106,66 @@ def test_existing_files_and_wrong_parameters_are_refused(fixtures, tmp_path):
         write_hf(tmp_path, opened.config, params)
     write_hf(tmp_path, opened.config, params, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_other_weights_are_not_left_beside_new_ones(fixtures, sharded_dir, tmp_path):
+    opened = open_drafter(fixtures / "dflash_tiny")
+    before = (sharded_dir / "config.json").read_bytes()
+    with pytest.raises(CheckpointError, match=r"holds other weights, model\.safetensors-00001-of"):
+        write_hf(sharded_dir, opened.config, opened.load(), overwrite=True)
+    assert (sharded_dir / "config.json").read_bytes() == before
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"config\.json exists; pass overwrite"):
+        write_hf(tmp_path / "alone", opened.config, opened.load())
+
+
+def killed_at(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call of that number to what changes files ends the process, as far as a test can."""
+    calls = iter(range(100))
+
+    def counted(original):
+        def call(*arguments, **options):
+            if next(calls) == place:
+                raise KeyboardInterrupt
+            return original(*arguments, **options)
+
+        return call
+
+    for name in ("replace", "unlink", "write_text", "write_bytes"):
+        monkeypatch.setattr(Path, name, counted(getattr(Path, name)))
+
+
+def test_a_kill_leaves_one_network_or_a_folder_that_nothing_loads(fixtures, tmp_path, monkeypatch):
+    opened = open_drafter(fixtures / "dflash_tiny")
+    params = opened.load()
+    networks = {
+        b"old": (opened.config, params),
+        b"new": (
+            dataclasses.replace(opened.config, rope_theta=2 * opened.config.rope_theta),
+            {name: 2 * array for name, array in params.items()},
+        ),
+    }
+    left = []
+    for place in range(14):
+        folder = tmp_path / str(place)
+        write_hf(folder, *networks[b"old"], beside={"tokenizer.json": b"old"})
+        with monkeypatch.context() as patched:
+            killed_at(place, patched)
+            try:
+                write_hf(
+                    folder, *networks[b"new"], beside={"tokenizer.json": b"new"}, overwrite=True
+                )
+            except KeyboardInterrupt:
+                left.append("killed")
+        if not (folder / "config.json").exists():
+            with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
+                open_drafter(folder)
+            left[-1] = "refused"
+            continue
+        found = open_drafter(folder)
+        config, expected = networks[(folder / "tokenizer.json").read_bytes()]
+        assert found.config == config
+        assert all(np.array_equal(found.load()[name], expected[name]) for name in expected)
+    assert left.count("killed") >= 4
+    assert left.count("refused") >= 3

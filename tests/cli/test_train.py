@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 from safetensors.numpy import load_file
 
 import tfm_jax.training.run as training
+from tests.conftest import VERIFIER
 from tfm_jax.checkpoints import read_trio
+from tfm_jax.models.qwen36 import Verifier
+from tfm_jax.training.batches import PACKED, load_streams
 from tfm_jax.training.checkpoint import Checkpoints
 from tfm_jax.training.continuations import Continuations
+from tfm_jax.training.prepare import prepare
+from tfm_jax.training.trainer import flatten, make_optimiser, start
 
 CONFIG = {
     "stages": {
@@ -95,7 +103,15 @@ def test_a_weaver_from_a_few_texts_in_two_sittings(run, given, trio_dir, tmp_pat
     assert other.status == 2
     assert "with other settings: optimiser was" in other.err
 
-    done = run(*command, "--resume", "--json", "--plot")
+    boards = []
+
+    def board(folder, purge_step):
+        boards.append((Path(folder), purge_step))
+        return SimpleNamespace(add_scalar=lambda *_: None, close=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "tensorboardX", SimpleNamespace(SummaryWriter=board))
+    events = ["--tensorboard", str(tmp_path / "events")]
+    done = run(*command, "--resume", "--json", "--plot", *events)
     assert done.status == 0, done.err
     assert "goes on from step 3" in done.err
     assert "expected accepted length before training" in done.err
@@ -114,6 +130,27 @@ def test_a_weaver_from_a_few_texts_in_two_sittings(run, given, trio_dir, tmp_pat
     wanted = {"pool_recall", "tv", "length_greedy", "skipped", "texts_left_out"}
     assert wanted | {"steps_per_second", "tokens_per_second"} <= json.loads(log[0]).keys()
     assert (out / "training.svg").stat().st_size > 1000
+    setting, texts = summary["setting"], summary["texts"]
+    assert {name: setting[name] for name in ("seed", "dtype", "devices")} == {
+        "seed": 0,
+        "dtype": "float32",
+        "devices": 1,
+    }
+    assert setting["optimiser"]["steps"] == 5
+    assert setting["recipe"].items() >= {"rows": 4, "anchors": 4, "mode": "depth"}.items()
+    written = Continuations.load(out / "continuations.npz")
+    kinds = texts["continuations_at_0"], texts["continuations_at_1"], texts["held_back"]
+    assert min(kinds) > 0
+    assert sum(kinds) + texts["left_out"] == len(written.tokens)
+    assert (texts["corpus_windows"], texts["held_back"]) == (0, 2)
+
+    # The run is its own: it may write its network again. One sitting gives the same bits as two.
+    assert run(*command, "--resume").status == 0
+    whole = run(*arguments(given, trio_dir, tmp_path / "whole"), *events)
+    assert "tfm convert" in whole.out
+    files = [folder / "weaver" / "model.safetensors" for folder in (tmp_path / "whole", out)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert boards == [(tmp_path / "events" / "weaver", first) for first in (4, None)]
 
     trio = tmp_path / "trio"
     assert run("convert", str(trio_dir), str(trio), "--weaver", str(out / "weaver")).status == 0
@@ -122,18 +159,36 @@ def test_a_weaver_from_a_few_texts_in_two_sittings(run, given, trio_dir, tmp_pat
     assert np.abs(trained.params["lm_head_query_in.weight"].astype(np.float32)).max() > 0
 
 
-@pytest.mark.slow
-def test_two_sittings_give_the_weaver_of_one(run, given, trio_dir, tmp_path, monkeypatch):
-    whole = run(*arguments(given, trio_dir, tmp_path / "whole"))
-    assert "tfm convert" in whole.out
-    command = [*arguments(given, trio_dir, tmp_path / "parts"), "--save-every", "0"]
-    with monkeypatch.context() as patched:
-        stop_after(2, patched)
-        with pytest.raises(RuntimeError, match="stopped"):
-            run(*command)
-    assert run(*command, "--resume").status == 0
-    files = [tmp_path / name / "weaver" / "model.safetensors" for name in ("whole", "parts")]
-    assert files[0].read_bytes() == files[1].read_bytes()
+@pytest.mark.parametrize("network", ["weaver", "dflash", "verifier"])
+def test_networks_that_lie_in_the_folder_are_not_replaced(
+    run, given, damaged, trio_dir, tmp_path, network
+):
+    (damaged / "training.jsonl").write_text('{"title": "weaver", "step": 9}\n')
+    before = {path: path.read_bytes() for path in damaged.rglob("*") if path.is_file()}
+    refused = run(*arguments(given, damaged, damaged, network))
+    assert refused.status == 2
+    assert f"{damaged} is the model itself: name another folder to write" in refused.err
+    for resume in ([], ["--resume"]):
+        refused = run(*arguments(given, trio_dir, damaged, network), *resume)
+        assert refused.status == 2
+        assert f"{damaged} holds {network}, training.jsonl, made by no training" in refused.err
+        assert refused.err.count("\n") == 1
+    assert {path: path.read_bytes() for path in damaged.rglob("*") if path.is_file()} == before
+
+
+def test_a_folder_goes_on_with_the_network_that_it_began_with(
+    run, given, trio_dir, tmp_path, monkeypatch
+):
+    stop_before_training(monkeypatch)
+    out = tmp_path / "out"
+    with pytest.raises(RuntimeError, match="stopped"):
+        run(*arguments(given, trio_dir, out))
+    (out / "checkpoints").mkdir()
+    sources = (out / "sources.json").read_bytes()
+    refused = run(*arguments(given, trio_dir, out, "dflash"), "--resume")
+    assert refused.status == 2
+    assert "network was weaver, now dflash" in refused.err
+    assert (out / "sources.json").read_bytes() == sources
 
 
 def test_a_warm_start_goes_on_from_the_weaver_given(run, given, trio_dir, tmp_path):
@@ -177,6 +232,7 @@ def test_a_drafter_and_a_verifier(run, given, trio_dir, tmp_path):
         "linear_num_value_heads": 1,
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
+        "eos_token_ids": [0, 2],
     }
     file = tmp_path / "sizes.json"
     file.write_text(json.dumps({**CONFIG, "verifier": sizes}))
@@ -185,6 +241,93 @@ def test_a_drafter_and_a_verifier(run, given, trio_dir, tmp_path):
     assert verifier.status == 0, verifier.err
     assert read_trio(tmp_path / "v" / "verifier").verifier.config.head_dim == 24
     assert (tmp_path / "v" / "verifier" / "tokenizer.json").is_file()
+
+
+@pytest.fixture
+def own_corpus(tmp_path: Path) -> Path:
+    """A corpus with a tokenizer of its own, and a little text held back."""
+    folder, text = tmp_path / "corpus", tmp_path / "texts"
+    text.mkdir()
+    for name, row in enumerate(np.random.default_rng(0).integers(100, 999, (80, 30))):
+        words = " ".join(f"the number {n} comes before {n + 1}." for n in row)
+        (text / f"{name}.txt").write_text(words)
+    prepare(folder, text_dirs=(str(text),), packages=False, vocab_size=270, progress=False)
+    return folder
+
+
+def untrained(config, batches, optimiser, *, seed, **_):
+    """A verifier's state before its first step."""
+    del batches
+    params = flatten(Verifier(config, rngs=nnx.Rngs(seed)))
+    return start(params, make_optimiser(optimiser), 1)
+
+
+def verifier_command(given: Path, own_corpus: Path, out: Path, **entries) -> list[str]:
+    """Training of a tiny verifier on the corpus; `entries` are of its stage."""
+    sizes = {name: getattr(VERIFIER, name) for name in ("hidden_size", "intermediate_size")}
+    heads = [f.name for f in dataclasses.fields(VERIFIER) if "head" in f.name]
+    sizes |= {name: getattr(VERIFIER, name) for name in ("layer_types", *heads)}
+    sizes |= {"vocab_size": 272, "eos_token_ids": entries.pop("ends", [0, 2])}
+
+    def edit(settings):
+        settings["verifier"] = sizes
+        settings["stages"]["verifier"].update(entries)
+
+    command = ["train", "verifier", "--corpus", str(own_corpus), "--out", str(out)]
+    return [*command, "--config", spoiled(given, edit)]
+
+
+def test_a_verifier_says_what_it_was_trained_and_measured_on(
+    run, given, own_corpus, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(training, "train_verifier", untrained)
+    mixture = {"mixture": {"prose": 3, "math": 1}}
+    measured = run(*verifier_command(given, own_corpus, tmp_path / "one", **mixture), "--json")
+    assert measured.status == 0, measured.err
+    summary = measured.json
+    assert summary["heldout"]
+    assert set(summary["after"]) == {"prose"} == set(summary["texts"]["held_back"])
+    assert summary["setting"]["mixture"] == {"prose": 1}
+    assert summary["setting"]["length"] == 16
+    assert summary["texts"]["corpus_tokens"]["prose"] > 1000
+    kept = (tmp_path / "one" / "verifier" / "tokenizer.json").read_bytes()
+    assert kept == (own_corpus / "tokenizer.json").read_bytes()
+
+    heldout = len(load_streams(own_corpus / PACKED, "heldout")["prose"])
+    command = verifier_command(given, own_corpus, tmp_path / "two", length=heldout)
+    bare = run(*command)
+    assert bare.status == 0, bare.err
+    assert f"nothing is held back: no domain of {own_corpus} has more than" in bare.out
+    assert "nothing was held back to measure on" in bare.out
+    summary = json.loads((tmp_path / "two" / "summary.json").read_text())
+    assert (summary["heldout"], summary["after"]) == (False, {})
+
+
+def test_a_verifier_takes_one_tokenizer_whose_end_tokens_it_has(
+    run, given, own_corpus, trio_dir, tmp_path
+):
+    out = tmp_path / "out"
+    command = verifier_command(given, own_corpus, out)
+    for model in (str(trio_dir), "nowhere", "pocket"):
+        refused = run(*command, "--model", model)
+        assert refused.status == 2
+        assert f"{own_corpus} has a tokenizer of its own, and model ({model})" in refused.err
+    refused = run(*verifier_command(given, own_corpus, out, ends=[0, 1]))
+    assert "has the end tokens [0, 2], the verifier's eos_token_ids are [0, 1]" in refused.err
+    refused = run(*verifier_command(given, own_corpus, out, mixture={"math": 1}))
+    assert "no weight in {'math': 1} falls on the corpus domains ['prose']" in refused.err
+    (own_corpus / "tokenizer.json").unlink()
+    refused = run(*command, "--model", "nowhere")
+    assert "nowhere: no such directory" in refused.err
+    assert not (out / "verifier").exists()
+
+
+def test_options_that_a_network_does_not_read_are_refused(tmp_path):
+    job = training.Job(out=tmp_path / "out", texts=tmp_path / "a.npz", warm_start=tmp_path / "w")
+    with pytest.raises(ValueError, match="a verifier reads no texts and no warm_start"):
+        training.train_network("verifier", job)
+    with pytest.raises(ValueError, match="a dflash reads no warm_start"):
+        training.train_network("dflash", job)
 
 
 def test_continuations_from_a_corpus(run, given, trio_dir, tmp_path):
@@ -202,6 +345,38 @@ def test_continuations_from_a_corpus(run, given, trio_dir, tmp_path):
     refused = run("data", "corpus", corpus, "--no-packages")
     assert refused.status == 2
     assert "nothing to build from" in refused.err
+
+
+def test_padding_of_the_vocabulary_is_neither_written_nor_learned(
+    run, given, damaged, tmp_path, monkeypatch
+):
+    """A verifier of 8192 rows whose tokenizer has 270 tokens."""
+    seen = []
+    objective = training.weaver_objective
+
+    def spy(*arguments, vocab_limit):
+        seen.append(vocab_limit)
+        return objective(*arguments, vocab_limit=vocab_limit)
+
+    def stop(folder, setting, **_):
+        raise RuntimeError(f"{folder.name} of {setting['padding']} rows of padding")
+
+    monkeypatch.setattr(training, "weaver_objective", spy)
+    monkeypatch.setattr(training, "_evaluation", lambda *_: lambda _: {})
+    monkeypatch.setattr(training, "Checkpoints", stop)
+    corpus, out, file = tmp_path / "corpus", tmp_path / "out", tmp_path / "texts.npz"
+    text = (str(given / "text"),)
+    prepare(corpus, text_dirs=text, packages=False, vocab_size=270, progress=False)
+    shutil.copy(corpus / "tokenizer.json", damaged / "verifier")
+    with pytest.raises(RuntimeError, match="checkpoints of 7922 rows of padding"):
+        run(*arguments(given, damaged, out))
+    assert seen == [270]
+    command = ["data", "continuations", str(file), "--model", str(damaged)]
+    done = run(*command, "--corpus", str(corpus), "--config", str(given / "config.json"))
+    assert done.status == 0, done.err
+    for texts in (Continuations.load(out / "continuations.npz"), Continuations.load(file)):
+        assert set(texts.temperature) == {0, 1}
+        assert texts.tokens.max() < 270
 
 
 def stop_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,6 +551,9 @@ def test_texts_that_cannot_be_trained_on_are_refused_at_the_start(run, given, tr
     assert "none of the 3 texts of 10 tokens has 3 tokens" in run(*command).err
     Continuations(tokens=np.full((3, 30), 9000, np.uint16), **shape).save(file)
     assert "hold token 9000, the verifier's vocabulary has 8192" in run(*command).err
+    warm = {**shape, "temperature": np.array([0, 0.7, 1], np.float32)}
+    Continuations(tokens=np.zeros((3, 30), np.uint16), **warm).save(file)
+    assert f"{file}: temperature must be 0 or 1, got 0.7" in run(*command).err
     np.savez(file, tokens=np.zeros((3, 10)))
     assert "holds no continuations" in run(*command).err
     file.write_bytes(b"nonsense")

@@ -54,9 +54,8 @@ def test_drafts_are_judged_along_plain_decoding(tiny_trio: Trio, prompt, monkeyp
         )
         text = plain.tokens[: len(prompt) + 7]
         np.testing.assert_array_equal(row, text[len(prompt) :])
-        path = jax.jit(path_scores)(
-            trio, text, jnp.asarray([anchor]), jnp.ones(1, bool), jnp.float32(temperature)
-        )
+        given = (text, jnp.asarray([anchor]), jnp.ones(1, bool), jnp.float32(temperature))
+        path = jax.jit(path_scores, static_argnames="vocab_limit")(trio, *given, vocab_limit=83)
         ids, prior, conditional, target = (
             np.asarray(x[0]) for x in (path.ids, path.prior, path.logits, path.target)
         )

@@ -216,19 +216,26 @@ def test_bad_input_is_refused_before_any_step(
 ) -> None:
     out = tmp_path / "out"
     places = ["--corpus", str(corpus), "--out", str(out)]
+    config = tmp_path / "config.json"
+    settings = small(json.loads(larger.CONFIG.read_text()))
+    settings["stages"]["verifier"]["mixture"] = {"prose": 1}
+    config.write_text(json.dumps(settings))
+    sizes = ["--config", str(config)]
     with refused(capsys, "16 prompts of prose, 40 needed"):
-        larger.main(["verifier", "measure", *places])
+        larger.main(["verifier", "measure", *places, *sizes])
     with refused(capsys, "seconds of weaver must be finite and positive, got nan"):
-        larger.main(["verifier", "weaver", *places, "--weaver-seconds", "nan"])
+        larger.main(["verifier", "weaver", *places, *sizes, "--weaver-seconds", "nan"])
+    with refused(capsys, r"continuations\.npz is missing: the stage continuations makes it"):
+        larger.main(["verifier", "weaver", *places, *sizes])
     with refused(capsys, "99 devices asked for"):
         larger.main(["verifier", *places, "--devices", "99"])
     with refused(capsys, "another tokenizer"):
-        larger.main(["verifier", "capacity", *places])
+        larger.main(["verifier", "capacity", *places, *sizes])
     with refused(capsys, "--text-seconds must be finite and positive, got inf"):
         larger.main(["capacity", *places, "--text-seconds", "inf"])
     with refused(capsys, "steps must be positive, got 0"):
         larger.main(["capacity", *places, "--arm-steps", "0"])
-    with refused(capsys, "no such directory"):
+    with refused(capsys, "verifier is missing: the stage verifier makes it"):
         larger.main(["weaver", *places])
     with refused(capsys, "no corpus"):
         larger.main(["verifier", "--corpus", str(tmp_path), "--out", str(out)])

@@ -138,7 +138,7 @@ def test_the_whole_experiment(folder, corpus, tmp_path, monkeypatch, capsys) -> 
     assert any((new.params[name] != old.params[name]).any() for name in new.params)
 
 
-def test_bad_input_is_refused(corpus, tmp_path, capsys) -> None:
+def test_bad_input_is_refused(folder, corpus, tmp_path, capsys) -> None:
     with pytest.raises(ValueError, match="2 prompts of prose, 3 needed"):
         text_sets.heldout_prompts(corpus, 3)
     for name in ("count", "new_tokens", "longest_prompt"):
@@ -152,6 +152,12 @@ def test_bad_input_is_refused(corpus, tmp_path, capsys) -> None:
             recipes.Plan(arm=arm)
     with pytest.raises(ValueError, match="one number of rows"):
         recipes.Plan(recipes={"a": WeaverRecipe(rows=4), "b": WeaverRecipe(rows=8)})
+    kept = tmp_path / "kept"
+    (kept / "weaver").mkdir(parents=True)
+    (kept / "training.jsonl").write_text("of a run before\n")
+    with refused(capsys, r"kept holds training\.jsonl, weaver, which are not replaced"):
+        recipes.main(["--model", str(folder), "--corpus", str(corpus), "--out", str(kept)])
+    assert (kept / "training.jsonl").read_text() == "of a run before\n"
     with refused(capsys, "no corpus"):
         recipes.main(["--corpus", str(tmp_path), "--out", str(tmp_path / "out")])
     with pytest.raises(FileNotFoundError, match=r"no held-back prompts.*heldout_prompts\.json"):

@@ -20,35 +20,61 @@ from tfm_jax.training.continuations import Continuations, generate_continuations
 TOTAL = 40
 
 
-def plain(trio: Trio, prompt: np.ndarray, temperature: float, seed: int) -> np.ndarray:
-    request = make_request(
-        Sampling(temperature=temperature, seed=seed), end_tokens=(), vocab_limit=83, total=TOTAL
-    )
+def plain(
+    trio: Trio, prompt: np.ndarray, temperature: float, seed: int, vocab_limit: int
+) -> np.ndarray:
+    sampling = Sampling(temperature=temperature, seed=seed)
+    request = make_request(sampling, end_tokens=(), vocab_limit=vocab_limit, total=TOTAL)
     verifier = Trio(verifier=trio.verifier)
     state = prefill(verifier, prompt, 128)
     state = decode(verifier, state, request, rounds_limit(), method="ar", shape=TreeConfig())
     return np.asarray(state.tokens)[:TOTAL]
 
 
-def test_rows_equal_plain_decoding(tiny_trio: Trio) -> None:
-    prompts = np.random.default_rng(0).integers(0, 83, (4, 12)).astype(np.int32)
+@pytest.mark.parametrize("vocab_limit", [83, 60])
+def test_rows_equal_plain_decoding(tiny_trio: Trio, vocab_limit: int) -> None:
+    prompts = np.random.default_rng(0).integers(0, 60, (4, 12)).astype(np.int32)
     lengths = np.array([12, 5, 1, 9], np.int32)
     temperature = np.array([0.0, 1.0, 1.0, 0.0], np.float32)
     seeds = np.array([3, 4, 2**32 - 1, 6], np.uint32)
-    written = jax.jit(write_on, static_argnames="total")(
-        tiny_trio.verifier, jnp.asarray(prompts), lengths, temperature, seeds, total=TOTAL
+    given = (jnp.asarray(prompts), lengths, temperature, seeds)
+    written = jax.jit(write_on, static_argnames=("total", "vocab_limit"))(
+        tiny_trio.verifier, *given, total=TOTAL, vocab_limit=vocab_limit
     )
     for row in range(4):
-        expected = plain(
-            tiny_trio, prompts[row, : lengths[row]], float(temperature[row]), int(seeds[row])
-        )
+        prompt, drawn = prompts[row, : lengths[row]], (float(temperature[row]), int(seeds[row]))
+        expected = plain(tiny_trio, prompt, *drawn, vocab_limit)
         np.testing.assert_array_equal(written[row], expected)
+
+
+def test_padding_is_never_written(tiny_trio: Trio) -> None:
+    prompts = np.random.default_rng(1).integers(0, 60, (1, 6, 12)).astype(np.int32)
+
+    def largest(vocab_limit: int) -> list[int]:
+        """Highest id written in each row."""
+        texts = generate_continuations(
+            tiny_trio.verifier,
+            prompts.__getitem__,
+            total=TOTAL,
+            batches=1,
+            vocab_limit=vocab_limit,
+        )
+        return texts.tokens.max(axis=1).tolist()
+
+    assert max(largest(60)) < 60
+    assert min(largest(83)) >= 60  # at either temperature the network would write them
 
 
 def test_batches_of_continuations(tiny_trio: Trio, capsys: pytest.CaptureFixture) -> None:
     prompts = np.random.default_rng(1).integers(0, 83, (2, 6, 12)).astype(np.int32)
     texts = generate_continuations(
-        tiny_trio.verifier, prompts.__getitem__, total=20, batches=2, shortest=3, greedy_share=0.5
+        tiny_trio.verifier,
+        prompts.__getitem__,
+        total=20,
+        batches=2,
+        vocab_limit=83,
+        shortest=3,
+        greedy_share=0.5,
     )
     assert texts.tokens.shape == (12, 20)
     assert texts.tokens.dtype == np.uint16
@@ -81,12 +107,17 @@ def test_texts_that_repeat_themselves_are_left_out(
     tiny_trio: Trio, monkeypatch, capsys: pytest.CaptureFixture
 ) -> None:
     rows = np.stack([np.resize([5, 6], 40), np.arange(40)] * 2)
-    monkeypatch.setattr(continuations, "write_on", lambda *_, total: jnp.asarray(rows))
+    monkeypatch.setattr(continuations, "write_on", lambda *_, **__: jnp.asarray(rows))
     prompts = np.zeros((1, 4, 6), np.int32)
 
     def kept(most_copied: float) -> list:
         texts = generate_continuations(
-            tiny_trio.verifier, prompts.__getitem__, total=40, batches=1, most_copied=most_copied
+            tiny_trio.verifier,
+            prompts.__getitem__,
+            total=40,
+            batches=1,
+            vocab_limit=83,
+            most_copied=most_copied,
         )
         return texts.temperature.tolist() + texts.tokens[:, 1].tolist()
 
@@ -145,6 +176,12 @@ def test_a_large_vocabulary_keeps_its_ids(tmp_path) -> None:
         large.check(8192)
 
 
+def test_texts_of_other_temperatures_are_refused() -> None:
+    warm = dataclasses.replace(texts(), temperature=np.full(7, 0.7, np.float32))
+    with pytest.raises(ValueError, match=r"the texts: temperature must be 0 or 1, got 0\.7"):
+        warm.check(8192)
+
+
 @pytest.mark.parametrize("wrong", ["arrays", "rows", "text"])
 def test_other_files_are_refused(tmp_path, wrong: str) -> None:
     file = tmp_path / "texts.npz"
@@ -167,8 +204,12 @@ def test_other_files_are_refused(tmp_path, wrong: str) -> None:
         ({"prompt": np.full(7, 4.0)}, "prompt must be integers, got float64"),
         ({"prompt": np.full(7, 21)}, r"prompt must be in 0\.\.20, got int64 from 21 to 21"),
         ({"prompt": np.full(7, -1)}, r"prompt must be in 0\.\.20"),
-        ({"temperature": np.full(7, np.nan)}, "temperature must be finite and at least 0"),
-        ({"temperature": np.full(7, -1.0)}, "temperature must be finite and at least 0"),
+        ({"temperature": np.full(7, np.nan)}, "temperature must be 0 or 1, got nan"),
+        ({"temperature": np.full(7, -1.0)}, "temperature must be 0 or 1, got -1"),
+        (
+            {"temperature": np.array([0, 1, 0.7, 1, 0.3, 0.7, 0], np.float32)},
+            "temperature must be 0 or 1, got 0.3, 0.7",
+        ),
         ({"temperature": np.full(7, "1")}, "temperature must be numbers, got <U1"),
     ],
 )
@@ -194,7 +235,7 @@ def test_arrays_of_other_widths_are_taken(tmp_path) -> None:
     ],
 )
 def test_options_out_of_range_are_refused(tiny_trio: Trio, options: dict, message: str) -> None:
-    given = {"total": 20, "batches": 1, **options}
+    given = {"total": 20, "batches": 1, "vocab_limit": 83, **options}
     with pytest.raises(ValueError, match=message):
         generate_continuations(tiny_trio.verifier, lambda _: np.zeros((2, 4)), **given)
 

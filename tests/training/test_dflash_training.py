@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.training.padding import KNOWN, cut_and_padded
 from tfm_jax.decoding.state import Trio
 from tfm_jax.training.continuations import Continuations
 from tfm_jax.training.dflash import (
@@ -26,11 +28,11 @@ from tfm_jax.training.trainer import OptimiserConfig, fill, flatten
 RECIPE = DrafterRecipe(rows=2, anchors=5)
 ALL = DrafterRecipe(rows=2, anchors=17, distil=False)  # every place where a block fits
 
-loss_of = jax.jit(drafter_loss, static_argnames="recipe")
+loss_of = jax.jit(drafter_loss, static_argnames=("recipe", "vocab_limit"))
 
 
-def rows(seed: int = 0, length: int = 30) -> dict[str, jax.Array]:
-    tokens = np.random.default_rng(seed).integers(0, 80, (2, length)).astype(np.int32)
+def rows(seed: int = 0, length: int = 30, largest: int = 79) -> dict[str, jax.Array]:
+    tokens = np.random.default_rng(seed).integers(0, largest + 1, (2, length)).astype(np.int32)
     return {
         "tokens": jnp.asarray(tokens),
         "first": jnp.asarray([6, 9], jnp.int32),
@@ -78,7 +80,7 @@ def test_targets_are_the_distributions_that_the_tokens_were_drawn_from(tiny_trio
     tokens = rows()["tokens"][0]
     hidden = verifier.forward(tokens)
     state = jax.random.normal(jax.random.key(1), (verifier.config.hidden_size,))
-    soft = target_rows(verifier, hidden, tokens, jnp.float32(1), True)
+    soft = target_rows(verifier, hidden, tokens, jnp.float32(1), True, vocab_limit=83)
     weights = np.asarray(verifier.output_rows, np.float64)
     z = weights @ np.asarray(state, np.float64)
     log_q = z - np.log(np.exp(z - z.max()).sum()) - z.max()
@@ -88,16 +90,14 @@ def test_targets_are_the_distributions_that_the_tokens_were_drawn_from(tiny_trio
         p /= p.sum()
         ours = float(soft[i] @ state) - (np.log(np.exp(z - z.max()).sum()) + z.max())
         assert ours == pytest.approx((p * log_q).sum(), abs=2e-4)
-    hard = target_rows(verifier, hidden, tokens, jnp.float32(0), True)
-    np.testing.assert_array_equal(hard, verifier.output_rows[tokens])
-    np.testing.assert_array_equal(
-        target_rows(verifier, hidden, tokens, jnp.float32(1), False), verifier.output_rows[tokens]
-    )
+    for given in ((jnp.float32(0), True), (jnp.float32(1), False)):
+        hard = target_rows(verifier, hidden, tokens, *given, vocab_limit=83)
+        np.testing.assert_array_equal(hard, verifier.output_rows[tokens])
 
 
 def test_loss_is_the_decayed_cross_entropy_of_the_blocks(tiny_trio: Trio) -> None:
     verifier, drafter, batch = tiny_trio.verifier, tiny_trio.drafter, rows()
-    value, metrics = loss_of(verifier, drafter, batch, jax.random.key(0), ALL)
+    value, metrics = loss_of(verifier, drafter, batch, jax.random.key(0), ALL, vocab_limit=83)
 
     @jax.jit
     def decoded(tokens: jax.Array, anchors: jax.Array) -> jax.Array:
@@ -134,14 +134,58 @@ def test_accepted_length_counts_up_to_the_first_miss() -> None:
     assert float(accepted_length(hits, jnp.zeros((3,), bool))) == 0.0
 
 
-@jax.jit
-def gradient(trio: Trio, batch: dict) -> tuple[dict, dict]:
+@functools.partial(jax.jit, static_argnames=("recipe", "vocab_limit"))
+def gradient(
+    trio: Trio, batch: dict, recipe: DrafterRecipe = RECIPE, vocab_limit: int = 83
+) -> tuple[dict, dict]:
     graph, _ = nnx.split(trio.drafter)
 
     def loss(params):
-        return drafter_loss(trio.verifier, fill(graph, params), batch, jax.random.key(0), RECIPE)
+        given = (fill(graph, params), batch, jax.random.key(0), recipe)
+        value, metrics = drafter_loss(trio.verifier, *given, vocab_limit=vocab_limit)
+        return value, {"loss": value, **metrics}
 
     return jax.grad(loss, has_aux=True)(flatten(trio.drafter))
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, ALL], ids=["distilled", "drawn"])
+def test_padding_of_the_vocabulary_has_no_part(tiny_trio: Trio, recipe: DrafterRecipe) -> None:
+    batch = rows(largest=KNOWN - 1)
+    cut, padded = cut_and_padded(tiny_trio)
+    expected, metrics = gradient(cut, batch, recipe=recipe, vocab_limit=KNOWN)
+    found, own = gradient(padded, batch, recipe=recipe, vocab_limit=KNOWN)
+    for name, value in metrics.items():
+        np.testing.assert_allclose(own[name], value, rtol=1e-5, err_msg=name)
+    for path, value in expected.items():
+        np.testing.assert_allclose(found[path], value, atol=1e-5, err_msg=path)
+    _, heard = gradient(padded, batch, recipe=recipe)
+    assert float(heard["loss"]) > 1.2 * float(own["loss"])
+
+
+def test_labels_that_are_no_token_are_refused_and_harm_nothing(tiny_trio: Trio) -> None:
+    batch = rows()
+    assert int((batch["tokens"][:, 10:] >= KNOWN).sum()) > 2
+    found, metrics = gradient(tiny_trio, batch, vocab_limit=KNOWN)
+    assert all(bool(jnp.isfinite(x).all()) for x in (*found.values(), *metrics.values()))
+    given = Continuations(
+        tokens=np.asarray(batch["tokens"]).astype(np.uint16),
+        prompt=np.full((2,), 6, np.int32),
+        temperature=np.ones((2,), np.float32),
+    )
+    warm = dataclasses.replace(given, temperature=np.full((2,), 0.7, np.float32))
+    for texts, limit, message in (
+        (given, KNOWN, f"hold token {given.tokens.max()}, the verifier's vocabulary has 70 tokens"),
+        (warm, 83, "temperature must be 0 or 1, got 0.7"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train_drafter(
+                tiny_trio.drafter.config,
+                tiny_trio.verifier,
+                texts,
+                OptimiserConfig(steps=1),
+                RECIPE,
+                vocab_limit=limit,
+            )
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e8])
@@ -157,8 +201,9 @@ def test_idle_rows_are_counted_and_change_nothing(tiny_trio: Trio) -> None:
     batch = rows() | {"first": jnp.asarray([6, 23])}
     other = batch | {"tokens": batch["tokens"].at[1].set(3)}
     key = jax.random.key(0)
-    one, metrics = loss_of(tiny_trio.verifier, tiny_trio.drafter, batch, key, ALL)
-    two, _ = loss_of(tiny_trio.verifier, tiny_trio.drafter, other, key, ALL)
+    networks = (tiny_trio.verifier, tiny_trio.drafter)
+    one, metrics = loss_of(*networks, batch, key, ALL, vocab_limit=83)
+    two, _ = loss_of(*networks, other, key, ALL, vocab_limit=83)
     assert float(two) == float(one) > 0
     assert int(metrics["idle_rows"]) == 1
     found, metrics = gradient(tiny_trio, batch | {"first": jnp.asarray([23, 29])})
@@ -179,6 +224,7 @@ def test_texts_without_any_usable_position_are_refused(tiny_trio: Trio) -> None:
             given,
             OptimiserConfig(steps=1),
             RECIPE,
+            vocab_limit=83,
         )
 
 

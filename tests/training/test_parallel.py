@@ -48,7 +48,8 @@ def train(devices, folder=None, stop=4):
         checkpoints = folder and stack.enter_context(Checkpoints(folder, {}, every=0))
         state = train_weaver(
             WEAVER, *networks, texts, OptimiserConfig(steps=3), recipe,
-            log_every=1, on_record=record, checkpoints=checkpoints, spread=Spread(count=devices),
+            vocab_limit=83, log_every=1, on_record=record, checkpoints=checkpoints,
+            spread=Spread(count=devices),
         )
     assert all(len(x.devices()) == 1 for x in jax.tree.leaves(state))
     return state.params, losses

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tfm_jax.checkpoints import read_trio
+import tfm_jax
+from tfm_jax.checkpoints import module_params, read_trio, write_hf
+from tfm_jax.checkpoints.opened import open_verifier
 from tfm_jax.config import ConfigError
+from tfm_jax.decoding.state import Trio
 from tfm_jax.training import pocket
 from tfm_jax.training.continuations import Continuations
+from tfm_jax.training.leftovers import network_digest
 from tfm_jax.training.prepare import prepare
 
+SHIPPED = Path(tfm_jax.__file__).parent / "assets" / "pocket" / "verifier" / "tokenizer.json"
 WORDS = "the cat and a dog saw one old man with his red hat near that big house by some river"
 
 
@@ -77,10 +85,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_all_stages(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(small(json.loads(pocket.CONFIG.read_text()))))
+    config = written(tiny(), tmp_path)
     out = tmp_path / "trio"
-    pocket.main(["all", "--corpus", str(corpus), "--out", str(out), "--config", str(config)])
+    command = ["all", "--corpus", str(corpus), "--out", str(out), "--config", str(config)]
+    assert pocket.main(command) == 0
     shown = capsys.readouterr().out
     trio = read_trio(out)
     assert trio.drafter is not None
@@ -109,6 +117,7 @@ def test_all_stages(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture)
         assert entry["device"]
         assert len(entry["corpus_manifest_sha256"]) == 64
         assert len(entry["corpus_tokens_sha256"]) == 64
+        assert entry["verifier_sha256"] == network_digest(open_verifier(out / "verifier"))
     assert entries["verifier"]["tokens"] == last["verifier"]["step"] * 4 * 64
     for name in ("verifier", "dflash", "weaver"):
         entry = entries[name]
@@ -119,19 +128,47 @@ def test_all_stages(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture)
         share = rate / entry["matrix_tflops_per_second"]
         assert entry["share_of_matrix_rate"] == pytest.approx(share, abs=1e-3)
         assert 0 < entry["share_of_matrix_rate"] < 1
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert pocket.main(command) == 1
+    assert "were made with the verifier in" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def written(settings: dict, folder: Path) -> Path:
+    """The configuration as a file."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(settings))
+    return file
+
+
+def tiny() -> dict:
+    return small(json.loads(pocket.CONFIG.read_text()))
 
 
 def test_tokenizer_and_configuration_must_fit(corpus: Path, tmp_path: Path) -> None:
-    settings = small(json.loads(pocket.CONFIG.read_text()))
+    settings = tiny()
     settings["drafter"]["mask_token_id"] = 4
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(settings))
-    with pytest.raises(ValueError, match="mask token of the configuration"):
-        pocket.train_stage("verifier", corpus, tmp_path / "out", config=config)
+    config, out = written(settings, tmp_path), tmp_path / "out"
+    with pytest.raises(ConfigError, match="has the mask token 3, the drafter's mask_token_id is 4"):
+        pocket.train_stage("verifier", corpus, out, config=config)
     with pytest.raises(ValueError, match="stage must be one of"):
-        pocket.train_stage("drafter", corpus, tmp_path / "out")
+        pocket.train_stage("drafter", corpus, out)
     with pytest.raises(FileNotFoundError, match="no tokenizer at"):
-        pocket.train_stage("verifier", corpus, tmp_path / "out", tokenizer=tmp_path / "absent.json")
+        pocket.train_stage("verifier", corpus, out, tokenizer=tmp_path / "absent.json")
+    with pytest.raises(ValueError, match=r"for the stage verifier alone, got .*json for dflash"):
+        pocket.train_stage("dflash", corpus, out, tokenizer=corpus / "tokenizer.json")
+    with pytest.raises(ValueError, match="was packed with another tokenizer"):
+        pocket.train_stage("verifier", corpus, out, tokenizer=SHIPPED)
+    assert not out.exists()
+
+
+def test_a_corpus_without_a_tokenizer_takes_the_packages(corpus: Path, tmp_path: Path) -> None:
+    alone = tmp_path / "corpus"
+    alone.mkdir()
+    shutil.copy(corpus / "tokens.npz.xz", alone)
+    assert pocket.plan_stage("verifier", alone, tmp_path / "out").tokenizer == SHIPPED
+    own = Path(shutil.copy(SHIPPED, alone))
+    assert pocket.plan_stage("verifier", alone, tmp_path / "out").tokenizer == own
 
 
 @pytest.mark.parametrize(
@@ -142,14 +179,20 @@ def test_tokenizer_and_configuration_must_fit(corpus: Path, tmp_path: Path) -> N
         ("--devices=0", "devices must be positive, got 0"),
         ("--devices=99", "99 devices asked for"),
         ("--seed=-1", "seed must lie in"),
+        ("--config=nowhere.json", "nowhere.json"),
+        ("--corpus=nowhere", "nowhere is no corpus: it has no tokens.npz.xz"),
     ],
 )
-def test_bad_options_are_refused_before_any_stage(
-    corpus: Path, tmp_path: Path, option: str, message: str
+def test_bad_options_are_one_line_before_any_stage(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture, option: str, message: str
 ) -> None:
     out = tmp_path / "out"
-    with pytest.raises(ValueError, match=message):
-        pocket.main(["all", "--corpus", str(corpus), "--out", str(out), option])
+    assert pocket.main(["all", "--corpus", str(corpus), "--out", str(out), option]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("error: ")
+    assert shown.err.count("\n") == 1
+    assert message in shown.err
     assert not out.exists()
 
 
@@ -157,13 +200,12 @@ def test_bad_options_are_refused_before_any_stage(
     ("text", "message"),
     [
         ("{}", r"no object `stages\.verifier`"),
-        ('{"stages": {"dflash": {}}}', r"no object `stages\.verifier`"),
-        ("[1]", r"no object `stages\.verifier`"),
-        ('{"stages": {"verifier": {"log_every": 0}}}', r"verifier\.log_every must be positive"),
+        ('{"stages": {"dflash": {}}}', r"dflash\.log_every is missing"),
+        ("[1]", "expected an object whose `stages` are objects"),
         ("{", "is not JSON"),
     ],
 )
-def test_a_configuration_whose_stage_does_not_fit_is_refused(
+def test_a_file_that_is_no_configuration_is_refused(
     corpus: Path, tmp_path: Path, text: str, message: str
 ) -> None:
     config, out = tmp_path / "config.json", tmp_path / "out"
@@ -171,6 +213,120 @@ def test_a_configuration_whose_stage_does_not_fit_is_refused(
     with pytest.raises(ConfigError, match=message):
         pocket.train_stage("verifier", corpus, out, config=config)
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda s: s.pop("drafter"), "has no drafter"),
+        (lambda s: s["weaver"].update(d_rank=0), "weaver: d_rank must be"),
+        (lambda s: s["stages"]["weaver"]["recipe"].update(anchor=3), "weaver.recipe: .*'anchor'"),
+        (lambda s: s["stages"]["dflash"]["optimiser"].update(rate=1), "dflash.optimiser: .*'rate'"),
+        (lambda s: s["stages"]["continuations"].update(most_copeid=1), "continuations.most_copeid"),
+        (lambda s: s["stages"]["continuations"].pop("prompt"), "continuations.prompt is missing"),
+        (lambda s: s["stages"]["continuations"].update(total=14), "no room for a prompt of 8"),
+        (lambda s: s["stages"]["continuations"].update(given=9), "given is for `tfm train` alone"),
+        (lambda s: s["stages"]["verifier"].update(mixture={"math": 1}), "falls on the corpus"),
+        (lambda s: s["stages"]["verifier"].update(length=40_000), "too short for windows"),
+        (lambda s: s["stages"].pop("weaver"), r"no object `stages\.weaver`"),
+    ],
+)
+def test_what_a_later_stage_needs_is_refused_before_the_first(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture, edit, message: str
+) -> None:
+    settings, out = tiny(), tmp_path / "out"
+    settings["stages"]["continuations"]["shortest"] = 8
+    edit(settings)
+    config = str(written(settings, tmp_path))
+    places = ["--corpus", str(corpus), "--out", str(out)]
+    assert pocket.main(["all", *places, "--config", config]) == 1
+    assert re.search(message, capsys.readouterr().err)
+    assert not out.exists()
+
+
+def test_times_may_be_left_out(corpus: Path, tmp_path: Path) -> None:
+    settings = tiny()
+    for stage in settings["stages"].values():
+        stage.pop("seconds")
+    config = written(settings, tmp_path)
+    run = pocket.plan_stage("verifier", corpus, tmp_path / "out", config=config)
+    assert run.seconds is None
+    assert run.left() is None
+
+
+@pytest.fixture
+def trio(tiny_trio: Trio, tmp_path: Path) -> Path:
+    """A folder that all stages have run in, as far as later ones can tell, and `config.json`."""
+    out = tmp_path / "trio"
+    networks = {
+        "verifier": tiny_trio.verifier,
+        "dflash": tiny_trio.drafter,
+        "weaver": tiny_trio.weaver,
+    }
+    for name, network in networks.items():
+        assert network is not None
+        write_hf(out / name, network.config, module_params(network))
+    (out / "continuations.npz").touch()
+    digest = network_digest(open_verifier(out / "verifier"))
+    entries = {stage: {"verifier_sha256": digest} for stage in pocket.STAGES}
+    (out / "provenance.json").write_text(json.dumps(entries))
+    sizes = {"verifier": "verifier", "drafter": "dflash", "weaver": "weaver"}
+    settings = tiny()
+    for part, name in sizes.items():
+        network = networks[name]
+        assert network is not None
+        settings[part] = dataclasses.asdict(network.config)
+    written(settings, tmp_path)
+    return out
+
+
+def test_a_stage_builds_on_what_was_made_with_the_verifier_there(
+    trio: Path, tiny_trio: Trio, corpus: Path, tmp_path: Path
+) -> None:
+    def plan(stage: str, **options) -> pocket.Run:
+        return pocket.plan_stage(stage, corpus, trio, config=tmp_path / "config.json", **options)
+
+    plan("continuations")
+    plan("weaver")
+    params = module_params(tiny_trio.verifier)
+    params["norm.weight"] = params["norm.weight"] + np.float32(1)
+    write_hf(trio / "verifier", tiny_trio.verifier.config, params, overwrite=True)
+    plan("continuations")
+    plan("weaver", before=["continuations", "dflash"])
+    for stage, before, named in (
+        ("weaver", [], r"continuations\.npz"),
+        ("weaver", ["continuations"], "dflash"),
+    ):
+        with pytest.raises(ValueError, match=rf"{named} is not known to be made with the verifier"):
+            plan(stage, before=before)
+    (trio / "dflash" / "config.json").rename(tmp_path / "gone")
+    shutil.rmtree(trio / "dflash")
+    with pytest.raises(FileNotFoundError, match="dflash is missing: the stage dflash makes it"):
+        plan("weaver")
+
+
+def test_a_stage_replaces_nothing_that_others_were_made_with(
+    trio: Path, corpus: Path, tmp_path: Path
+) -> None:
+    def plan(stage: str) -> pocket.Run:
+        return pocket.plan_stage(stage, corpus, trio, config=tmp_path / "config.json")
+
+    files = {path: path.read_bytes() for path in trio.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=r"continuations\.npz, .*dflash, .*weaver were made with"):
+        plan("verifier")
+    with pytest.raises(ValueError, match="weaver were made with the dflash in"):
+        plan("dflash")
+    plan("weaver")
+    other = trio / "weaver" / "weaver.safetensors"
+    other.touch()
+    with pytest.raises(ValueError, match=r"weaver holds other weights, weaver\.safetensors"):
+        plan("weaver")
+    other.unlink()
+    (trio / "provenance.json").unlink()
+    with pytest.raises(ValueError, match=r"continuations\.npz is not replaced: .*does not say"):
+        plan("continuations")
+    del files[trio / "provenance.json"]
+    assert {path: path.read_bytes() for path in trio.rglob("*") if path.is_file()} == files
 
 
 def test_the_pocket_trio_has_the_geometry_and_the_size_it_must_have() -> None:

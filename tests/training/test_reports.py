@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from matplotlib.figure import Figure
 
 from tfm_jax.training.plots import plot_training
 from tfm_jax.training.report import read_log
@@ -63,6 +64,23 @@ def test_a_line_that_was_cut_off_is_left_out_and_another_refused(log: Path) -> N
         plot_training(log, log.with_name("a.svg"))
 
 
+def test_a_figure_is_drawn_whole_or_not_at_all(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"figure has no suffix such as \.svg"):
+        plot_training(log, log.with_name("figure"))
+    old = log.with_name("a.svg")
+    old.write_text("of before")
+
+    def stop(figure: Figure, file: Path, **_: object) -> None:
+        file.write_text("half of it")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Figure, "savefig", stop)
+    with pytest.raises(KeyboardInterrupt):
+        plot_training(log, old)
+    assert old.read_text() == "of before"
+    assert sorted(path.name for path in log.parent.iterdir()) == ["a.svg", log.name]
+
+
 def test_an_extra_installs_what_tensorboard_files_need(monkeypatch: pytest.MonkeyPatch) -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))
     extras = project["project"]["optional-dependencies"]
@@ -78,8 +96,8 @@ def test_records_go_to_tensorboard(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     added = []
 
     class SummaryWriter:
-        def __init__(self, folder: str) -> None:
-            assert folder == str(tmp_path)
+        def __init__(self, folder: str, *, purge_step: int | None) -> None:
+            added.append((folder, purge_step))
 
         def add_scalar(self, *scalar: object) -> None:
             added.append(scalar)
@@ -88,9 +106,13 @@ def test_records_go_to_tensorboard(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
             added.append("closed")
 
     monkeypatch.setitem(sys.modules, "tensorboardX", SimpleNamespace(SummaryWriter=SummaryWriter))
-    with TensorBoard(tmp_path) as board:
+    with TensorBoard(tmp_path, 3):
+        pass
+    assert added == []  # nothing is hidden before there is something in its place
+    with TensorBoard(tmp_path, 3) as board:
         board.add({"title": "weaver", "step": 4, "steps": 9, "loss": 0.5, "tv": [0.5, 0.75]})
     assert added == [
+        (str(tmp_path), 3),
         ("weaver/loss", 0.5, 4),
         ("weaver/tv/1", 0.5, 4),
         ("weaver/tv/2", 0.75, 4),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from tfm_jax.training.texts import (
     packed_corpus,
     sample_folders,
     training_streams,
+    vocab_limit_of,
     write_continuations,
 )
 
@@ -63,9 +63,8 @@ def test_streams_too_short_for_a_window_are_left_out(corpus: Path) -> None:
 
 
 def test_given_texts_are_windows_of_the_corpus(corpus: Path) -> None:
-    verifier: Any = SimpleNamespace(config=SimpleNamespace(vocab_size=8192))
-    assert given_texts(verifier, corpus, OPTIONS) is None
-    texts = given_texts(verifier, corpus, {**OPTIONS, "given": 30})
+    assert given_texts(corpus, OPTIONS, vocab_limit=8192) is None
+    texts = given_texts(corpus, {**OPTIONS, "given": 30}, vocab_limit=8192)
     assert texts is not None
     assert texts.tokens.shape == (30, 20)
     assert set(texts.temperature) == {1}
@@ -75,15 +74,24 @@ def test_given_texts_are_windows_of_the_corpus(corpus: Path) -> None:
 
 
 def test_wrong_corpora_are_refused(corpus: Path, tmp_path: Path) -> None:
-    verifier: Any = SimpleNamespace(config=SimpleNamespace(vocab_size=83))
+    verifier: Any = None
     with pytest.raises(FileNotFoundError, match="no corpus: it has no tokens"):
         packed_corpus(tmp_path, (), TOKENIZER, tmp_path)
     with pytest.raises(ValueError, match=r"no tokenizer\.json to pack text with"):
         packed_corpus(None, (), None, tmp_path)
-    with pytest.raises(ValueError, match="vocabulary has 83 rows: it was packed for another model"):
-        write_continuations(verifier, corpus, OPTIONS)
+    foreign = "vocabulary has 83 tokens: it was packed for another model"
+    with pytest.raises(ValueError, match=foreign):
+        write_continuations(verifier, corpus, OPTIONS, vocab_limit=83)
+    with pytest.raises(ValueError, match=foreign):
+        given_texts(corpus, {**OPTIONS, "given": 3}, vocab_limit=83)
     with pytest.raises(ValueError, match=r"prompt must lie in 2\.\.total, got 30 of 20"):
-        write_continuations(verifier, corpus, {**OPTIONS, "prompt": 30})
+        write_continuations(verifier, corpus, {**OPTIONS, "prompt": 30}, vocab_limit=83)
+
+
+def test_the_rows_that_no_token_has_are_known(tmp_path: Path) -> None:
+    assert vocab_limit_of(TOKENIZER.parent, 8320) == 8192
+    assert vocab_limit_of(TOKENIZER.parent, 8000) == 8000
+    assert vocab_limit_of(tmp_path, 8320) == 8320  # without a tokenizer all count as tokens
 
 
 def test_packed_text_without_room_for_a_window_is_not_kept(tmp_path: Path) -> None:

@@ -1,18 +1,24 @@
 """Training of the byte-level BPE, on a small made-up corpus."""
 
+import dataclasses
 import json
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 
 import tfm_jax.text
+from tfm_jax.config import ConfigError
+from tfm_jax.presets import geometry
 from tfm_jax.text import load_tokenizer
 from tfm_jax.training.corpus import build_corpus
 from tfm_jax.training.tokenizer import (
     QWEN35_PATTERN,
     SPECIAL_TOKENS,
+    check_known,
+    check_tokens,
     domain_shares,
     train_tokenizer,
 )
@@ -128,3 +134,42 @@ def test_shipped_tokenizer():
     assert [ours.token_id(token) for token in SPECIAL_TOKENS] == [0, 1, 2, 3]
     assert len(ours.encode("12345")) == 5, "digits stand alone"
     assert len(ours.encode("The children were playing in the garden.")) <= 11
+
+
+def test_a_configuration_names_the_tokens_of_its_tokenizer():
+    sizes = geometry("pocket")
+    verifier, drafter = sizes.verifier, sizes.drafter
+    check_tokens(SHIPPED, verifier, drafter)
+    more = dataclasses.replace(verifier, vocab_size=8320, eos_token_ids=(2, 0))
+    check_tokens(SHIPPED, more)
+    with pytest.raises(ConfigError, match="has 8192 tokens, the verifier's vocab_size is 8000"):
+        check_tokens(SHIPPED, dataclasses.replace(verifier, vocab_size=8000))
+    for ends in ((), (0,), (0, 1)):
+        wrong = dataclasses.replace(verifier, eos_token_ids=ends)
+        with pytest.raises(ConfigError, match=r"the end tokens \[0, 2\], .* eos_token_ids are \["):
+            check_tokens(SHIPPED, wrong)
+    masked = dataclasses.replace(drafter, mask_token_id=4)
+    with pytest.raises(ConfigError, match="mask token 3, the drafter's mask_token_id is 4"):
+        check_tokens(SHIPPED, verifier, masked)
+
+
+def test_a_tokenizer_without_the_layouts_tokens_is_refused_in_one_line(tmp_path):
+    described = json.loads(SHIPPED.read_text())
+    for entry in described["added_tokens"]:
+        entry["content"] = entry["content"].replace("<|", "<")
+    del described["model"]["merges"][:]
+    vocabulary = described["model"]["vocab"]
+    described["model"]["vocab"] = {k.replace("<|", "<"): v for k, v in vocabulary.items()}
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(described))
+    with pytest.raises(
+        ConfigError, match=r"has no <\|endoftext\|>, .*; it has the end tokens \[\]"
+    ):
+        check_tokens(file, geometry("pocket").verifier)
+
+
+def test_tokens_beyond_the_vocabulary_are_refused():
+    streams = {"a": np.array([3, 9], np.uint16), "b": np.array([4], np.uint16)}
+    check_known(Path("corpus"), streams, 10)
+    with pytest.raises(ValueError, match="corpus holds token 9, the verifier's vocabulary has 9"):
+        check_known(Path("corpus"), streams, 9)

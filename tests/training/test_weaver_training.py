@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.training.padding import KNOWN, cut_and_padded
 from tfm_jax.config import Sampling, TreeConfig
 from tfm_jax.decoding.draft import draft
 from tfm_jax.decoding.generate import decode, rounds_limit
@@ -20,7 +22,7 @@ from tfm_jax.models.weaver import Weaver
 from tfm_jax.training import weaver as training
 from tfm_jax.training.continuations import Continuations
 from tfm_jax.training.losses import lk_loss, pool_terms
-from tfm_jax.training.trainer import OptimiserConfig, fill
+from tfm_jax.training.trainer import OptimiserConfig, fill, flatten
 from tfm_jax.training.weaver import (
     WeaverRecipe,
     kth_largest,
@@ -31,10 +33,13 @@ from tfm_jax.training.weaver import (
 
 RECIPE = WeaverRecipe(rows=2, anchors=4)
 ANCHORS = jnp.asarray([3, 11, 12, 17])
+KEEP = jnp.ones((4,), bool)
+
+scores_of = jax.jit(functools.partial(path_scores, vocab_limit=83))
 
 
-def rows() -> dict[str, jax.Array]:
-    tokens = np.random.default_rng(0).integers(0, 80, (2, 25)).astype(np.int32)
+def rows(largest: int = 79) -> dict[str, jax.Array]:
+    tokens = np.random.default_rng(0).integers(0, largest + 1, (2, 25)).astype(np.int32)
     return {
         "tokens": jnp.asarray(tokens),
         "first": jnp.asarray([6, 9], jnp.int32),
@@ -68,8 +73,8 @@ def test_scores_equal_those_of_decoding(tiny_trio: Trio, monkeypatch, dense: boo
     monkeypatch.setattr(training, "_DENSE", 32 if dense else 0)
     tokens = rows()["tokens"][0]
     # A function of its own: programs are cached by function, whatever was patched since.
-    run = jax.jit(lambda *arguments: path_scores(*arguments))
-    scores = run(tiny_trio, tokens, ANCHORS, jnp.ones((4,), bool), jnp.float32(1))
+    run = jax.jit(lambda *arguments: path_scores(*arguments, vocab_limit=83))
+    scores = run(tiny_trio, tokens, ANCHORS, KEEP, jnp.float32(1))
     assert scores.ids.shape == (4, 7, 83 if dense else 16)
     log_q = jax.nn.log_softmax(scores.logits, axis=-1)
     verifier = tiny_trio.verifier
@@ -94,13 +99,11 @@ def test_scores_equal_those_of_decoding(tiny_trio: Trio, monkeypatch, dense: boo
 
 def test_scores_do_not_depend_on_what_follows_their_path(tiny_trio: Trio) -> None:
     tokens = rows()["tokens"][0]
-    run = jax.jit(path_scores)
-    keep = jnp.ones((4,), bool)
-    before = run(tiny_trio, tokens, ANCHORS, keep, jnp.float32(1))
+    before = scores_of(tiny_trio, tokens, ANCHORS, KEEP, jnp.float32(1))
     for d in (0, 3):
         anchor = int(ANCHORS[1])
         changed = tokens.at[anchor + d + 1 :].set(5)
-        after = run(tiny_trio, changed, ANCHORS, keep, jnp.float32(1))
+        after = scores_of(tiny_trio, changed, ANCHORS, KEEP, jnp.float32(1))
         known = np.isfinite(before.logits[1, : d + 1])
         np.testing.assert_array_equal(known, np.isfinite(after.logits[1, : d + 1]))
         np.testing.assert_allclose(
@@ -118,7 +121,7 @@ def test_both_ways_to_score_give_one_loss(tiny_trio: Trio, monkeypatch) -> None:
     valid = jnp.ones((4, 7), bool).at[1, 3:].set(False)
 
     def loss(query: jax.Array) -> tuple[jax.Array, jax.Array]:
-        ids, _, logits = training._candidates(tiny_trio.verifier, drafted, query, 16)
+        ids, _, logits = training._candidates(tiny_trio.verifier, drafted, query, 16, 83)
         terms = pool_terms(logits, jnp.take_along_axis(target, ids, axis=-1), valid)
         return lk_loss(terms), terms.pool_mass
 
@@ -135,7 +138,7 @@ def test_both_ways_to_score_give_one_loss(tiny_trio: Trio, monkeypatch) -> None:
 
 def test_a_path_is_as_probable_as_its_scores_say(tiny_trio: Trio) -> None:
     tokens = rows()["tokens"][0]
-    scores = jax.jit(path_scores)(tiny_trio, tokens, ANCHORS, jnp.ones((4,), bool), jnp.float32(1))
+    scores = scores_of(tiny_trio, tokens, ANCHORS, KEEP, jnp.float32(1))
     found = np.asarray(training.path_log_probs(scores))
     whole = np.asarray(jax.nn.log_softmax(scores.logits, axis=-1))
     ids, label = np.asarray(scores.ids), np.asarray(scores.label)
@@ -155,14 +158,71 @@ def test_a_path_is_as_probable_as_its_scores_say(tiny_trio: Trio) -> None:
     assert np.mean(np.abs(noised[known] - found[known])) > 0.1
 
 
+def gradient(
+    trio: Trio, batch: dict, recipe: WeaverRecipe = RECIPE, vocab_limit: int = 83
+) -> tuple[dict, dict]:
+    """Gradient of the loss by path of the Weaver's parameters, and the loss beside its metrics."""
+    graph, _ = nnx.split(trio.weaver)
+
+    def loss(params):
+        own = dataclasses.replace(trio, weaver=fill(graph, params))
+        value, metrics = weaver_loss(own, batch, jax.random.key(0), recipe, vocab_limit=vocab_limit)
+        return value, {"loss": value, **metrics}
+
+    return jax.jit(jax.grad(loss, has_aux=True))(flatten(trio.weaver))
+
+
 def test_labels_outside_the_pool_are_reported(tiny_trio: Trio) -> None:
     """The pool of a random drafter misses most of the text."""
-    loss, metrics = jax.jit(weaver_loss, static_argnames="recipe")(
-        tiny_trio, rows(), jax.random.key(0), RECIPE
+    batch = rows() | {"first": jnp.asarray([6, 20])}  # the second has no room for a path
+    every = dataclasses.replace(RECIPE, anchors=12)
+    found, metrics = gradient(tiny_trio, batch, every)
+    assert all(bool(jnp.isfinite(x).all()) for x in (*found.values(), *metrics.values()))
+    anchors = jnp.arange(6, 18)
+    scores = scores_of(tiny_trio, batch["tokens"][0], anchors, anchors > 0, jnp.float32(1))
+    offered = np.argsort(np.asarray(scores.prior), axis=-1)[..., -16:]
+    inside = (offered == np.asarray(scores.label)[..., None]).any(axis=-1)
+    assert 0 < inside.mean() < 0.6
+    assert float(metrics["pool_recall"]) == pytest.approx(inside.mean(), rel=1e-5)
+    assert int(metrics["idle_rows"]) == 1
+    _, nothing = gradient(tiny_trio, batch | {"first": jnp.asarray([20, 20])}, every)
+    assert float(nothing["pool_recall"]) == float(nothing["loss"]) == 0
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_padding_of_the_vocabulary_has_no_part(tiny_trio: Trio, monkeypatch, dense: bool) -> None:
+    monkeypatch.setattr(training, "_DENSE", 32 if dense else 0)
+    # One key draws other noise for another number of rows, so dense scores go without.
+    recipe = dataclasses.replace(RECIPE, nodes=8, noise=0.0 if dense else 0.5)
+    batch = rows(KNOWN - 1)
+    cut, padded = cut_and_padded(tiny_trio)
+    expected, metrics = gradient(cut, batch, recipe, KNOWN)
+    found, own = gradient(padded, batch, recipe, KNOWN)
+    for name, value in metrics.items():
+        np.testing.assert_allclose(own[name], value, rtol=1e-5, err_msg=name)
+    for path, value in expected.items():
+        np.testing.assert_allclose(found[path], value, atol=1e-5, err_msg=path)
+    _, heard = gradient(padded, batch, recipe)
+    assert float(heard["pool_mass"]) != pytest.approx(float(own["pool_mass"]), rel=0.1)
+    run = jax.jit(lambda *arguments: path_scores(*arguments, vocab_limit=KNOWN))
+    scores = run(padded, batch["tokens"][0], ANCHORS, KEEP, jnp.float32(1))
+    for name in ("prior", "logits", "target"):
+        assert int(scores.ids[jnp.isfinite(getattr(scores, name))].max()) < KNOWN, name
+    assert int(jnp.isfinite(scores.prior).sum()) == 4 * 7 * 16
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_labels_that_are_no_token_are_missed_and_harm_nothing(
+    tiny_trio: Trio, monkeypatch, dense: bool
+) -> None:
+    monkeypatch.setattr(training, "_DENSE", 32 if dense else 0)
+    tokens = rows()["tokens"].at[:, 10:].set(82)
+    found, metrics = gradient(
+        tiny_trio, rows() | {"tokens": tokens, "first": jnp.asarray([9, 9])}, RECIPE, KNOWN
     )
-    assert np.isfinite(float(loss))
-    assert 0 < float(metrics["pool_recall"]) < 0.6
-    assert all(bool(jnp.isfinite(value).all()) for value in metrics.values())
+    assert all(bool(jnp.isfinite(x).all()) for x in (*found.values(), *metrics.values()))
+    assert float(metrics["pool_recall"]) == 0
+    assert float(metrics["length_greedy"]) == 1
 
 
 @pytest.mark.parametrize("k", [1, 2, 16, 40])
@@ -215,6 +275,7 @@ def test_training_makes_decoding_accept_nearly_whole_blocks(
         texts,
         OptimiserConfig(steps=150),
         WeaverRecipe(rows=2, anchors=10),
+        vocab_limit=83,
         log_every=150,
     )
     again, length_after = write(fill(nnx.split(untrained)[0], state.params))
@@ -233,12 +294,19 @@ def test_refuses_what_cannot_be_trained(tiny_trio: Trio) -> None:
     config = tiny_trio.weaver.config
     optimiser = OptimiserConfig(steps=1)
     networks = (tiny_trio.verifier, tiny_trio.drafter)
+    settled = {"optimiser": optimiser, "recipe": RECIPE, "vocab_limit": KNOWN}
     with pytest.raises(ValueError, match="none of the 3 texts"):
-        train_weaver(config, *networks, texts, optimiser, RECIPE)
+        train_weaver(config, *networks, texts, **settled)
     deeper = dataclasses.replace(config, depth=8)
     with pytest.raises(ValueError, match="8 depths, the drafter drafts 7"):
-        train_weaver(deeper, *networks, texts, optimiser, RECIPE)
+        train_weaver(deeper, *networks, texts, **settled)
     given = dataclasses.replace(texts, prompt=np.full((3,), 4, np.int32))
     start = {"pos_emb": np.zeros((7, 32))}
     with pytest.raises(ValueError, match="do not fit the configuration"):
-        train_weaver(config, *networks, given, optimiser, RECIPE, start=start)
+        train_weaver(config, *networks, given, **settled, start=start)
+    padding = dataclasses.replace(given, tokens=np.full((3, 20), KNOWN, np.uint16))
+    with pytest.raises(ValueError, match="hold token 70, the verifier's vocabulary has 70 tokens"):
+        train_weaver(config, *networks, padding, **settled)
+    warm = dataclasses.replace(given, temperature=np.full((3,), 0.7, np.float32))
+    with pytest.raises(ValueError, match=r"temperature must be 0 or 1, got 0\.7"):
+        train_weaver(config, *networks, warm, **settled)

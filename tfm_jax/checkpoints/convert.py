@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -50,7 +50,6 @@ def convert(
     dtype: str | None = None,
     strict: bool = True,
     overwrite: bool = False,
-    on_stage: Callable[[str], None] = lambda stage: None,
 ) -> Report:
     """Writes verifier, drafter and Weaver to `dst`, whole or not at all.
 
@@ -65,7 +64,6 @@ def convert(
       dtype: see `read_trio`.
       strict: refuse tensors that no network has a place for.
       overwrite: replace `dst` if it holds what a conversion wrote, and nothing else.
-      on_stage: called with the name of each stage.
 
     Raises:
       CheckpointError: something does not fit; `dst` is as it was.
@@ -74,13 +72,10 @@ def convert(
     wanted = check_dtype(dtype)
     sources = [source, *(Path(path) for path in (drafter, weaver) if path is not None)]
     _check_target(sources, target, overwrite)
-    on_stage("checking")
     opened = open_trio(source, drafter=drafter, weaver=weaver, strict=strict)
     texts = _find_texts(opened.text_files)
     parts = opened.parts()
-    on_stage("reading")
     params = {name: part.load(wanted) for name, part in parts.items()}
-    on_stage("writing")
     with _whole_directory(target) as directory:
         configs = {name: part.config for name, part in parts.items()}
         write_store(directory, configs, params, copied=list(texts))

@@ -105,9 +105,16 @@ def _continuations(options: ContinuationOptions) -> None:
     check_new_file(options.out)
     settings = {} if options.config is None else read_settings(options.config)
     stage = stage_settings(settings, "continuations")
-    verifier = DeviceOptions(dtype=options.dtype).load(options.model).trio.verifier
+    model = DeviceOptions(dtype=options.dtype).load(options.model)
     seconds = stage.get("seconds") if options.seconds is None else options.seconds
-    texts = write_continuations(verifier, options.corpus, stage, seed=options.seed, seconds=seconds)
+    texts = write_continuations(
+        model.trio.verifier,
+        options.corpus,
+        stage,
+        vocab_limit=model.vocab_limit,
+        seed=options.seed,
+        seconds=seconds,
+    )
     options.out.parent.mkdir(parents=True, exist_ok=True)
     texts.save(options.out)
     rows, length = texts.tokens.shape

@@ -32,7 +32,6 @@ class RunOptions:
 
     Attributes:
       out: Folder to write: checkpoints, log, the network itself.
-      model: "pocket", or a directory made by `tfm convert`: what is frozen.
       config: JSON file of sizes and stages, as configs/pocket.json. [default: the model's own
         sizes and a short run]
       corpus: Folder made by `tfm data corpus`.
@@ -44,13 +43,12 @@ class RunOptions:
       resume: Go on from the newest checkpoint in --out.
       save_every: Seconds between checkpoints.
       devices: Split the rows of each step among so many devices.
-      tensorboard: Folder for TensorBoard, too.
+      tensorboard: Folder for TensorBoard, too; each network has a folder of its own there.
       plot: Draw training.svg from the log.
       json: Print one JSON object and nothing else.
     """
 
     out: Path
-    model: str = "pocket"
     config: Path | None = None
     corpus: Path | None = None
     text: tuple[Path, ...] = ()
@@ -68,7 +66,14 @@ class RunOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VerifierOptions(RunOptions):
-    """Train a small verifier from scratch on text."""
+    """Train a small verifier from scratch on text.
+
+    Attributes:
+      model: "pocket", or a directory made by `tfm convert`, whose tokenizer the verifier takes.
+        Only without a --corpus that has its own. [default: pocket]
+    """
+
+    model: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,9 +81,11 @@ class DrafterOptions(RunOptions):
     """Train a DFlash drafter for the model's verifier.
 
     Attributes:
+      model: "pocket", or a directory made by `tfm convert`: what is frozen.
       texts: Continuations made by `tfm data continuations`. [default: written first]
     """
 
+    model: str = "pocket"
     texts: Path | None = None
 
 
@@ -124,7 +131,8 @@ def train(
     if network.json:
         print_json(summary)
         return
-    show(_table(summary), *_closing(summary, network))
+    measured = _table(summary) if summary["after"] else "nothing was held back to measure on"
+    show(measured, *_closing(summary, network))
 
 
 def _table(summary: dict[str, Any]) -> Table:

@@ -161,12 +161,6 @@ class TokenBatches:
         rows = [self._window(step * self.batch + row) for row in range(self.batch)]
         return np.stack(rows).astype(np.int32)
 
-    def domains(self, step: int) -> list[str]:
-        """The domain of each row of the batch of `step`."""
-        first = step * self.batch
-        slots = np.arange(first, first + self.batch) % self.PATTERN
-        return [self.names[domain] for domain in self._pattern[slots]]
-
     def _window(self, index: int) -> np.ndarray:
         cycle, slot = divmod(index, self.PATTERN)
         domain = int(self._pattern[slot])

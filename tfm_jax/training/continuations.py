@@ -103,13 +103,18 @@ class Continuations:
             **{n: np.concatenate([getattr(self, n), getattr(other, n)]) for n in fields}
         )
 
-    def check(self, vocab_size: int) -> None:
-        """Raises ValueError if a token is no row of a vocabulary of that size."""
-        if self.tokens.size and int(self.tokens.max()) >= vocab_size:
+    def check(self, vocab_limit: int) -> None:
+        """Refuses texts that training has no targets for.
+
+        Raises:
+          ValueError: a token from `vocab_limit` on, or a temperature other than 0 and 1.
+        """
+        if self.tokens.size and int(self.tokens.max()) >= vocab_limit:
             raise ValueError(
                 f"the texts hold token {self.tokens.max()}, the verifier's vocabulary has "
-                f"{vocab_size} rows: another model wrote them"
+                f"{vocab_limit} tokens: another model wrote them"
             )
+        _check_temperature("the texts", self.temperature)
 
     def room(self, depth: int) -> np.ndarray:
         """Which rows have an anchor with `depth` tokens after it, bool [R].
@@ -211,8 +216,15 @@ def _check_values(
     total = tokens.shape[1]
     need(bool((tokens >= 0).all()), "tokens", "at least 0", tokens)
     need(bool(((prompt >= 0) & (prompt <= total)).all()), "prompt", f"in 0..{total}", prompt)
-    warm = np.isfinite(temperature) & (temperature >= 0)
-    need(bool(warm.all()), "temperature", "finite and at least 0", temperature)
+    _check_temperature(str(path), temperature)
+
+
+def _check_temperature(source: str, temperature: np.ndarray) -> None:
+    """Raises ValueError for other temperatures than training has targets for."""
+    odd = np.unique(temperature[~np.isin(temperature, (0, 1))])
+    if odd.size:
+        shown = ", ".join(f"{value:g}" for value in odd[:5])
+        raise ValueError(f"{source}: temperature must be 0 or 1, got {shown}")
 
 
 def next_token(
@@ -247,6 +259,7 @@ def write_on(
     seeds: jax.Array,
     *,
     total: int,
+    vocab_limit: int,
 ) -> jax.Array:
     """Continues R prompts to `total` tokens each, [R, total] int32, one token of all a step.
 
@@ -260,13 +273,12 @@ def write_on(
       temperature: [R] float32.
       seeds: [R] uint32.
       total: static, at least P.
+      vocab_limit: ids from here on are never written, see `Model.vocab_limit`.
     """
     rows, width = prompts.shape
     if width > total:
         raise ValueError(f"prompts of {width} tokens do not fit texts of {total}")
-    common = make_request(
-        Sampling(), end_tokens=(), vocab_limit=verifier.config.vocab_size, total=total
-    )
+    common = make_request(Sampling(), end_tokens=(), vocab_limit=vocab_limit, total=total)
 
     def following(
         token: jax.Array,
@@ -304,6 +316,7 @@ def generate_continuations(
     *,
     total: int,
     batches: int,
+    vocab_limit: int,
     shortest: int = 8,
     greedy_share: float = 0.5,
     most_copied: float = 1.0,
@@ -320,6 +333,7 @@ def generate_continuations(
       prompts: batch number -> tokens [R, P].
       total: tokens of a text, prompt included.
       batches: how many, at most.
+      vocab_limit: see `write_on`.
       shortest: prompts are cut to random lengths from here to P.
       greedy_share: share of rows at temperature 0.
       most_copied: largest share of a continuation that may repeat the text before, see
@@ -335,7 +349,7 @@ def generate_continuations(
     check_count("shortest", shortest)
     check_share("greedy_share", greedy_share)
     check_share("most_copied", most_copied)
-    run = jax.jit(write_on, static_argnames="total")
+    run = jax.jit(write_on, static_argnames=("total", "vocab_limit"))
     begin = time.monotonic()
     parts: list[Continuations] = []
     took = 0.0
@@ -350,9 +364,11 @@ def generate_continuations(
         hot = np.arange(rows) >= round(greedy_share * rows)
         temperature = hot.astype(np.float32)
         seeds = random.integers(2**32, size=rows, dtype=np.uint32)
-        written = run(verifier, given, lengths, temperature, seeds, total=total)
+        written = run(
+            verifier, given, lengths, temperature, seeds, total=total, vocab_limit=vocab_limit
+        )
         texts = Continuations(
-            tokens=np.asarray(written).astype(token_dtype(verifier.config.vocab_size)),
+            tokens=np.asarray(written).astype(token_dtype(vocab_limit)),
             prompt=lengths,
             temperature=temperature,
         )

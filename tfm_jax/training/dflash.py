@@ -24,7 +24,7 @@ from tfm_jax.models.layers import EXACT, project
 from tfm_jax.models.qwen36 import Hidden, Verifier
 from tfm_jax.training.checkpoint import Checkpoints
 from tfm_jax.training.continuations import Continuations
-from tfm_jax.training.losses import decayed_cross_entropy, dpace_cross_entropy
+from tfm_jax.training.losses import decayed_cross_entropy, dpace_cross_entropy, without_padding
 from tfm_jax.training.parallel import Spread
 from tfm_jax.training.report import Record
 from tfm_jax.training.settings import check_count
@@ -80,6 +80,7 @@ def train_drafter(
     optimiser: OptimiserConfig,
     recipe: DrafterRecipe,
     *,
+    vocab_limit: int,
     seed: int = 0,
     log: Path | None = None,
     log_every: int = 50,
@@ -96,21 +97,22 @@ def train_drafter(
       texts: the verifier's own. Those without room for a block are left out and counted.
       optimiser: optimiser and number of steps.
       recipe: loss and batch.
+      vocab_limit: ids from here on are padding, see `Model.vocab_limit`.
       seed: of the initial weights, the anchors and the order of the texts.
       log, log_every, seconds, checkpoints, on_record, spread: see `fit`.
 
     Raises:
-      ValueError: no text has room for a block after its prompt, or a token is unknown to the
-        verifier.
+      ValueError: no text has room for a block after its prompt, or one holds padding or was drawn
+        at another temperature than 0 or 1.
     """
-    texts.check(verifier.config.vocab_size)
+    texts.check(vocab_limit)
     usable, facts = texts.counted(config.depth, "dflash")
     rows = usable.batches(recipe.rows, seed)
     spread = spread or Spread()
     verifier = spread.copy(verifier)
     return fit(
         initial_drafter(config, seed),
-        drafter_objective(config, recipe),
+        drafter_objective(config, recipe, vocab_limit=vocab_limit),
         lambda step: (verifier, spread.split(rows(step))),
         optimiser,
         seed=seed,
@@ -132,19 +134,26 @@ def initial_drafter(config: DrafterConfig, seed: int = 0) -> Params:
     return flatten(Drafter(config, rngs=nnx.Rngs(seed)))
 
 
-def drafter_objective(config: DrafterConfig, recipe: DrafterRecipe) -> Loss:
+def drafter_objective(config: DrafterConfig, recipe: DrafterRecipe, *, vocab_limit: int) -> Loss:
     """`drafter_loss` as a function of parameters, (verifier, texts) and key."""
     graph, _ = nnx.split(nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0))))
 
     def loss(params: Params, batch: Any, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         verifier, texts = batch
-        return drafter_loss(verifier, fill(graph, params), texts, key, recipe)
+        drafter = fill(graph, params)
+        return drafter_loss(verifier, drafter, texts, key, recipe, vocab_limit=vocab_limit)
 
     return loss
 
 
 def drafter_loss(
-    verifier: Verifier, drafter: Drafter, texts: Batch, key: jax.Array, recipe: DrafterRecipe
+    verifier: Verifier,
+    drafter: Drafter,
+    texts: Batch,
+    key: jax.Array,
+    recipe: DrafterRecipe,
+    *,
+    vocab_limit: int,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Loss of a batch of texts and its metrics.
 
@@ -154,6 +163,7 @@ def drafter_loss(
       texts: see `Continuations.batches`.
       key: of the anchors.
       recipe: loss and number of anchors.
+      vocab_limit: static; ids from here on are padding.
     """
     depth = drafter.config.depth
 
@@ -164,9 +174,12 @@ def drafter_loss(
         anchors, keep = sample_anchors(key, first, tokens.shape[0] - depth, recipe.anchors)
         drafted = draft_blocks(verifier, drafter, tokens, hidden.features, anchors, keep)[:, 1:]
         logits = project(drafted, verifier.output_rows, out_dtype=jnp.float32)  # [N, D, V]
+        logits = without_padding(logits, vocab_limit)
         at = anchors[:, None] + jnp.arange(1, depth + 1)  # [N, D]
-        target = target_rows(verifier, hidden, tokens, temperature, recipe.distil)[at]
-        chosen = jnp.sum(drafted.astype(jnp.float32) * target, axis=-1)
+        target = target_rows(
+            verifier, hidden, tokens, temperature, recipe.distil, vocab_limit=vocab_limit
+        )
+        chosen = jnp.sum(drafted.astype(jnp.float32) * target[at], axis=-1)
         log_probs = chosen - jax.nn.logsumexp(logits, axis=-1)
         valid = jnp.broadcast_to(keep[:, None], log_probs.shape)
         return log_probs, valid, (jnp.argmax(logits, axis=-1) == tokens[at]) & valid
@@ -239,7 +252,13 @@ def draft_blocks(
 
 
 def target_rows(
-    verifier: Verifier, hidden: Hidden, tokens: jax.Array, temperature: jax.Array, distil: bool
+    verifier: Verifier,
+    hidden: Hidden,
+    tokens: jax.Array,
+    temperature: jax.Array,
+    distil: bool,
+    *,
+    vocab_limit: int,
 ) -> jax.Array:
     """What stands for each label's row of the output matrix, float32 [T, H].
 
@@ -252,7 +271,8 @@ def target_rows(
     drawn = weights[tokens].astype(jnp.float32)
     if not distil:
         return drawn
-    probabilities = jax.nn.softmax(verifier.logits(hidden.final), axis=-1).astype(weights.dtype)
+    logits = without_padding(verifier.logits(hidden.final), vocab_limit)
+    probabilities = jax.nn.softmax(logits, axis=-1).astype(weights.dtype)
     mean = jax.lax.dot_general(
         probabilities,
         weights,

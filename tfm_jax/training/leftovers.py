@@ -3,13 +3,58 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tfm_jax.files import whole_file
+import numpy as np
+
+from tfm_jax.checkpoints.opened import Opened
+from tfm_jax.config import as_object
+from tfm_jax.files import read_json, whole_file
+from tfm_jax.training.texts import digest
 
 SOURCES = "sources.json"
+CHECKPOINTS = "checkpoints"
+LOG = "training.jsonl"
+
+
+def check_results(folder: Path, network: str, results: Collection[str]) -> None:
+    """Refuses a folder that holds what a run would replace, unless it is that run's own.
+
+    Args:
+      folder: of the run.
+      network: that the run trains.
+      results: names of the files and folders that it writes at its end.
+
+    Raises:
+      ValueError: no run that began in the folder accounts for what lies there.
+    """
+    kept = folder / CHECKPOINTS
+    own: set[str] = set()
+    if kept.is_dir() and _recorded(folder).get("network") == network:
+        own.add(LOG)
+        if any(path.name.isdigit() for path in kept.iterdir()):
+            own.update(results)
+    foreign = [name for name in (*results, LOG) if (folder / name).exists() and name not in own]
+    if foreign:
+        raise ValueError(
+            f"{folder} holds {', '.join(foreign)}, made by no training of a {network} that has "
+            "its checkpoints there: name another folder"
+        )
+
+
+def network_digest(network: Opened) -> str:
+    """SHA-256 of a network's configuration and of its weights as they are stored."""
+    tensors = network.tensors if network.read is None else network.read()
+
+    def parts() -> Iterator[bytes | memoryview]:
+        yield repr(network.config).encode()
+        for name in sorted(tensors):
+            yield name.encode()
+            yield np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data
+
+    return digest(parts())
 
 
 def claim(folder: Path, sources: Mapping[str, Any], depends: Mapping[str, Collection[str]]) -> None:
@@ -31,7 +76,7 @@ def claim(folder: Path, sources: Mapping[str, Any], depends: Mapping[str, Collec
             "another folder"
         )
     if there:
-        before = json.loads(file.read_text("utf-8"))
+        before = _recorded(folder)
         names = sorted({name for made in there for name in depends[made]})
         changes = [_change(n, before.get(n), now[n]) for n in names if _differ(before, now, n)]
         if changes:
@@ -42,6 +87,12 @@ def claim(folder: Path, sources: Mapping[str, Any], depends: Mapping[str, Collec
     folder.mkdir(parents=True, exist_ok=True)
     with whole_file(file) as partial:
         partial.write_text(json.dumps(now, indent=1) + "\n", "utf-8")
+
+
+def _recorded(folder: Path) -> Mapping[str, Any]:
+    """What `claim` recorded in a folder; nothing if it never did."""
+    file = folder / SOURCES
+    return as_object(read_json(file), str(file)) if file.is_file() else {}
 
 
 def _differ(before: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bool:

@@ -13,29 +13,15 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from tfm_jax.decoding.sampling import hide_padding
 from tfm_jax.models.layers import MASKED
 
-ACCEPTANCE_FLOOR = 1e-5
 
-
-def label_log_probs(
-    logits: jax.Array, labels: jax.Array, valid: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of each label, float32 [...], and which rows count, bool [...].
-
-    A label outside the vocabulary makes its row invalid; invalid rows have log-probability 0.
-
-    Args:
-      logits: [..., V].
-      labels: [...] int32.
-      valid: [...] bool.
-    """
-    valid = valid & (labels >= 0) & (labels < logits.shape[-1])
-    rows = jnp.where(valid[..., None], logits.astype(jnp.float32), 0.0)
-    index = jnp.where(valid, labels, 0)[..., None]
-    chosen = jnp.take_along_axis(rows, index, axis=-1)[..., 0]
-    log_probs = chosen - jax.nn.logsumexp(rows, axis=-1)
-    return jnp.where(valid, log_probs, 0.0), valid
+def without_padding(logits: jax.Array, vocab_limit: int) -> jax.Array:
+    """Logits [..., V] with -inf from id `vocab_limit` on, as decoding hides what is no token."""
+    if vocab_limit == logits.shape[-1]:
+        return logits  # nothing to hide, and no operation that could move a bit
+    return hide_padding(logits, jnp.int32(vocab_limit))
 
 
 def decayed_cross_entropy(log_probs: jax.Array, valid: jax.Array, *, gamma: float) -> jax.Array:
@@ -106,12 +92,6 @@ class PoolTerms:
     def tv(self) -> jax.Array:
         """Total variation, the mass that the pool misses included."""
         return jnp.where(self.valid, 1.0 - self.alpha, 0.0)
-
-    @property
-    def nla(self) -> jax.Array:
-        """Negative logarithm of alpha, which is floored first."""
-        floored = jnp.maximum(jnp.where(self.valid, self.alpha, 1.0), ACCEPTANCE_FLOOR)
-        return -jnp.log(floored)
 
 
 def pool_log_probs(target_logits: jax.Array, pool_ids: jax.Array) -> jax.Array:
@@ -259,15 +239,3 @@ def drawing_noise(key: jax.Array, target_log_probs: jax.Array, drawn: jax.Array)
 def mean_over(values: jax.Array, valid: jax.Array) -> jax.Array:
     """Mean of the valid entries; 0 if there is none."""
     return jnp.sum(jnp.where(valid, values, 0.0)) / jnp.maximum(jnp.sum(valid), 1)
-
-
-def pool_recall(pool_ids: jax.Array, labels: jax.Array, valid: jax.Array) -> jax.Array:
-    """Share of valid rows whose label is among the candidates.
-
-    Args:
-      pool_ids: [..., P] int32; negative ids are padding.
-      labels: [...] int32.
-      valid: [...] bool.
-    """
-    found = jnp.any((pool_ids == labels[..., None]) & (pool_ids >= 0), axis=-1)
-    return mean_over(found.astype(jnp.float32), valid)

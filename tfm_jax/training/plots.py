@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tfm_jax.files import whole_file
 from tfm_jax.training.report import read_log
 
 if TYPE_CHECKING:
@@ -27,11 +28,14 @@ def plot_training(log: str | Path, out: str | Path) -> None:
 
     Raises:
       ImportError: there is no matplotlib.
-      ValueError: the log has no record.
+      ValueError: the log has no record, or the suffix names no format.
     """
     require_matplotlib()
     from matplotlib.figure import Figure
 
+    out = Path(out)
+    if not out.suffix:
+        raise ValueError(f"{out} has no suffix such as .svg: it gives the format of the figure")
     records = [record for record in read_log(Path(log)) if "step" in record]
     if not records:
         raise ValueError(f"{log} has no record of training to draw")
@@ -40,7 +44,8 @@ def plot_training(log: str | Path, out: str | Path) -> None:
     grid = figure.subplots(len(titles), 4, squeeze=False)
     for row, title in zip(grid, titles, strict=True):
         _row(list(row), title, [record for record in records if record["title"] == title])
-    figure.savefig(out)
+    with whole_file(out) as partial:
+        figure.savefig(partial, format=out.suffix.removeprefix("."))
 
 
 def require_matplotlib() -> None:

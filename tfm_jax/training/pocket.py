@@ -4,6 +4,8 @@
         --corpus build/corpus --out build/pocket
 
 Each stage reads what the stages before it wrote into the output folder, so it can run on its own.
+It replaces its own result of before, but nothing that it has not made, and not while results that
+were made with it lie in the folder.
 """
 
 from __future__ import annotations
@@ -12,39 +14,63 @@ import argparse
 import dataclasses
 import hashlib
 import json
-import shutil
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from tfm_jax.checkpoints import build_drafter, build_verifier, write_hf
+from tfm_jax.checkpoints import build_drafter, build_verifier, check_pair, write_hf
+from tfm_jax.checkpoints.export import check_target
 from tfm_jax.checkpoints.opened import open_drafter, open_verifier
-from tfm_jax.config import ConfigError, DrafterConfig, VerifierConfig, WeaverConfig
-from tfm_jax.files import read_json
+from tfm_jax.config import (
+    ConfigError,
+    DrafterConfig,
+    VerifierConfig,
+    WeaverConfig,
+    as_object,
+    made,
+)
+from tfm_jax.files import read_json, whole_file
+from tfm_jax.model import POCKET, directory
 from tfm_jax.models.dflash import Drafter
 from tfm_jax.models.qwen36 import Verifier
-from tfm_jax.presets import Geometry, parse_geometry
-from tfm_jax.text import load_tokenizer
+from tfm_jax.presets import Geometry, parse_geometry, preset_file
 from tfm_jax.training.arithmetic import rates_of
 from tfm_jax.training.batches import MIXTURE, PACKED, TokenBatches, load_streams
 from tfm_jax.training.continuations import Continuations
 from tfm_jax.training.dflash import DrafterRecipe, train_drafter
+from tfm_jax.training.leftovers import network_digest
 from tfm_jax.training.parallel import Spread
 from tfm_jax.training.report import read_log
-from tfm_jax.training.settings import check_seconds, check_seed, misfits
-from tfm_jax.training.texts import write_continuations
-from tfm_jax.training.tokenizer import END_OF_TEXT, MASK, TURN_END, domain_shares
+from tfm_jax.training.settings import (
+    check_lengths,
+    check_seconds,
+    check_seed,
+    read_settings,
+)
+from tfm_jax.training.texts import (
+    packed_corpus,
+    training_streams,
+    vocab_limit_of,
+    write_continuations,
+)
+from tfm_jax.training.tokenizer import check_known, check_tokens, domain_shares
 from tfm_jax.training.trainer import OptimiserConfig, TrainState, compute_copy, host_params
 from tfm_jax.training.verifier import heldout_loss, train_verifier
 from tfm_jax.training.weaver import WeaverRecipe, train_weaver
 
 STAGES = ("verifier", "continuations", "dflash", "weaver")
-CONFIG = Path(__file__).parents[2] / "configs" / "pocket.json"
-ASSETS = Path(__file__).parents[1] / "assets" / "pocket" / "verifier" / "verifier"
+CONFIG = preset_file("pocket")
+PROVENANCE = "provenance.json"
+# What each stage writes, what it reads, and what its result went into.
+_RESULTS = {"continuations": "continuations.npz"} | {n: n for n in ("verifier", "dflash", "weaver")}
+_READ = {stage: STAGES[:place] for place, stage in enumerate(STAGES)}
+_BUILT = {"verifier": ("continuations", "dflash", "weaver"), "dflash": ("weaver",)}
+_RECIPES = {"dflash": DrafterRecipe, "weaver": WeaverRecipe}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,20 +78,24 @@ class Run:
     """One stage of one run.
 
     Attributes:
-      settings: the whole configuration file.
+      config: the configuration file.
+      settings: all that it holds.
       stage: name of the stage.
       corpus: folder with `tokens.npz.xz` and `text/manifest.json`.
       out: folder of everything that training writes.
+      tokenizer: file of the corpus's tokenizer; the stage "verifier" alone has one.
       seconds: time for the stage, compilation and export included; None for no limit.
       seed: of everything random.
       spread: devices to train on.
       begin: when the stage began, by `time.monotonic`.
     """
 
+    config: Path
     settings: Mapping[str, Any]
     stage: str
     corpus: Path
     out: Path
+    tokenizer: Path | None
     seconds: float | None
     seed: int
     spread: Spread
@@ -89,15 +119,32 @@ class Run:
     @property
     def geometry(self) -> Geometry:
         """Sizes of the three networks."""
-        return parse_geometry(self.settings, "the configuration")
+        return parse_geometry(self.settings, str(self.config))
+
+    def path(self, stage: str) -> Path:
+        """Where the result of a stage lies."""
+        return self.out / _RESULTS[stage]
 
     def optimiser(self) -> OptimiserConfig:
-        return OptimiserConfig(**self.options["optimiser"])
+        return made(OptimiserConfig, self.options["optimiser"], self.where("optimiser"))
+
+    def recipe(self) -> Any:
+        """What the stage's network is trained by."""
+        return made(_RECIPES[self.stage], self.options["recipe"], self.where("recipe"))
+
+    def where(self, part: str) -> str:
+        """What messages call a part of the stage's settings."""
+        return f"{self.config}: {self.stage}.{part}"
 
     def verifier(self) -> Verifier:
         """The trained verifier as it is stored, on the device."""
         opened = open_verifier(self.out / "verifier")
         return build_verifier(opened.config, opened.load(None))
+
+    @property
+    def vocab_limit(self) -> int:
+        """Ids that the trained verifier's tokenizer knows."""
+        return vocab_limit_of(self.out / "verifier", self.geometry.verifier.vocab_size)
 
     def drafter(self) -> Drafter:
         """The trained drafter as it is stored, on the device."""
@@ -105,46 +152,130 @@ class Run:
         return build_drafter(opened.config, opened.load(None))
 
 
-def check_stage(
+def plan_stage(
     stage: str,
+    corpus: str | Path,
+    out: str | Path,
     *,
     config: str | Path = CONFIG,
+    tokenizer: str | Path | None = None,
     seconds: float | None = None,
     seed: int = 0,
     devices: int = 1,
-) -> None:
-    """Refuses what `train_stage` cannot run with; computes nothing.
+    before: Collection[str] = (),
+) -> Run:
+    """The stage as it begins now, all that it needs checked; computes and writes nothing.
 
     Args:
-      stage, config, seconds, seed, devices: see `train_stage`.
+      stage, corpus, out, config, tokenizer, seconds, seed, devices: see `train_stage`.
+      before: stages that will have run by then: their results need not lie in `out` yet.
 
     Raises:
-      ValueError: a stage that does not exist or that the configuration says nothing of, a time or
-        a seed out of range, or devices that do not exist or do not split the rows.
+      ValueError: a stage that does not exist or that the configuration says nothing of, settings,
+        a time or a seed out of range, devices that do not exist or do not split the rows, a
+        tokenizer or a corpus that does not fit, or results in `out` that the stage must not replace
+        or cannot build on.
+      OSError: a missing file or folder.
     """
     if stage not in STAGES:
         raise ValueError(f"stage must be one of {', '.join(STAGES)}, got {stage!r}")
-    options = _options(Path(config), stage)
-    seconds = options["seconds"] if seconds is None else seconds
+    config, corpus = Path(config), Path(corpus)
+    settings = read_settings(config)
+    if stage not in settings.get("stages", {}):
+        raise ConfigError(f"{config} has no object `stages.{stage}`")
+    if tokenizer is not None and stage != "verifier":
+        raise ValueError(f"tokenizer is for the stage verifier alone, got {tokenizer} for {stage}")
+    seconds = settings["stages"][stage].get("seconds") if seconds is None else seconds
     if seconds is not None:
         check_seconds(f"seconds of {stage}", seconds)
     check_seed(seed)
-    spread = Spread(count=devices)
-    if stage != "continuations":
-        spread.check(options.get("recipe", options)["rows"])
+    run = Run(
+        config=config,
+        settings=settings,
+        stage=stage,
+        corpus=corpus,
+        out=Path(out),
+        tokenizer=_find_tokenizer(corpus, tokenizer) if stage == "verifier" else None,
+        seconds=seconds,
+        seed=seed,
+        spread=Spread(count=devices),
+        begin=time.monotonic(),
+    )
+    _check_options(run)
+    _check_results(run, before)
+    _check_corpus(run, before)
+    return run
 
 
-def _options(config: Path, stage: str) -> Mapping[str, Any]:
-    """A stage's own part of a configuration file."""
-    settings = read_json(config)
-    stages = settings.get("stages") if isinstance(settings, dict) else None
-    options = stages.get(stage) if isinstance(stages, dict) else None
-    if not isinstance(options, dict):
-        raise ConfigError(f"{config} has no object `stages.{stage}`")
-    problems = ", ".join(misfits(stage, options))
-    if problems:
-        raise ConfigError(f"{config}: {problems}")
-    return options
+def _check_options(run: Run) -> None:
+    """Refuses settings of the stage that its parts do not take."""
+    options, depth = run.options, run.geometry.drafter.depth
+    if run.stage == "continuations":
+        if options.get("given"):
+            raise ConfigError(
+                f"{run.where('given')} is for `tfm train` alone, got {options['given']}"
+            )
+        check_lengths(options, depth, f"{run.config}: continuations")
+        return
+    run.optimiser()
+    run.spread.check(run.recipe().rows if run.stage in _RECIPES else options["rows"])
+
+
+def _check_results(run: Run, before: Collection[str]) -> None:
+    """Refuses a folder whose results the stage must not replace, or cannot build on."""
+    entries, own = _entries(run.out), run.path(run.stage)
+    if own.exists() and run.stage not in entries:
+        raise ValueError(
+            f"{own} is not replaced: {run.out / PROVENANCE} does not say that this stage made it; "
+            "name another folder, or remove it"
+        )
+    if run.stage != "continuations":
+        check_target(own, overwrite=True)
+    built = [str(run.path(n)) for n in _BUILT.get(run.stage, ()) if run.path(n).exists()]
+    if built:
+        raise ValueError(
+            f"{', '.join(built)} were made with the {run.stage} in {run.out}, which is not "
+            "replaced beside them: name another folder, or remove them"
+        )
+    read = [stage for stage in _READ[run.stage] if stage not in before]
+    for stage in read:
+        if not run.path(stage).exists():
+            raise FileNotFoundError(f"{run.path(stage)} is missing: the stage {stage} makes it")
+    if "verifier" not in read:
+        return
+    verifier = open_verifier(run.path("verifier"))
+    check_pair(verifier.config, run.geometry.drafter, run.geometry.weaver)
+    digest = network_digest(verifier)
+    for stage in read[1:]:
+        if entries.get(stage, {}).get("verifier_sha256") != digest:
+            raise ValueError(
+                f"{run.path(stage)} is not known to be made with the verifier in "
+                f"{run.path('verifier')}: run the stage {stage} again"
+            )
+
+
+def _check_corpus(run: Run, before: Collection[str]) -> None:
+    """Refuses a corpus that is none, is of another tokenizer or is too short for the stage."""
+    tokenizer = run.tokenizer
+    if run.stage != "verifier" and "verifier" not in before:
+        file = run.path("verifier") / "tokenizer.json"
+        tokenizer = file if file.is_file() else None
+    packed_corpus(run.corpus, (), tokenizer, run.corpus)
+    if run.stage == "continuations":
+        training_streams(run.corpus, run.options["prompt"] - 1)
+    if run.stage == "verifier":
+        assert tokenizer is not None
+        check_tokens(tokenizer, run.geometry.verifier, run.geometry.drafter)
+        _batches(run)
+
+
+def _batches(run: Run) -> tuple[TokenBatches, dict[str, float]]:
+    """What a verifier is trained on, and the share of each domain."""
+    streams = load_streams(run.corpus / PACKED)
+    mixture = domain_shares(run.options.get("mixture", MIXTURE), list(streams))
+    check_known(run.corpus, streams, run.geometry.verifier.vocab_size)
+    rows, length = run.options["rows"], run.options["length"]
+    return TokenBatches(streams, mixture, length, rows, seed=run.seed), mixture
 
 
 def train_stage(
@@ -169,47 +300,39 @@ def train_stage(
       out: folder to write; holds the results of earlier stages.
       config: JSON file with the three geometries and the settings of the stages.
       tokenizer: `tokenizer.json` of the corpus; the corpus's own, else the package's, if not given.
-      seconds: time for the stage; that of the configuration if not given. The configuration's
-        may be null: then the numbers of steps and batches decide.
+      seconds: time for the stage; that of the configuration if not given. Without either the
+        numbers of steps and batches decide.
       seed: of everything random.
       devices: number of them that the rows of a training step are split among; continuations are
         written on one.
 
     Raises:
-      ValueError: see `check_stage`.
+      ValueError, OSError: see `plan_stage`.
     """
-    check_stage(stage, config=config, seconds=seconds, seed=seed, devices=devices)
-    begin = time.monotonic()
-    settings = json.loads(Path(config).read_text("utf-8"))
-    corpus, out = Path(corpus), Path(out)
-    out.mkdir(parents=True, exist_ok=True)
-    run = Run(
-        settings=settings,
-        stage=stage,
-        corpus=corpus,
-        out=out,
-        seconds=settings["stages"][stage]["seconds"] if seconds is None else seconds,
+    run = plan_stage(
+        stage,
+        corpus,
+        out,
+        config=config,
+        tokenizer=tokenizer,
+        seconds=seconds,
         seed=seed,
-        spread=Spread(count=devices),
-        begin=begin,
+        devices=devices,
     )
-    if stage == "verifier":
-        _copy_tokenizer(run, _find_tokenizer(corpus, tokenizer))
-    made = {
+    run.out.mkdir(parents=True, exist_ok=True)
+    facts = {
         "verifier": _verifier,
         "continuations": _continuations,
         "dflash": _drafter,
         "weaver": _weaver,
     }[stage](run)
-    return _record(run, made)
+    return _record(run, facts)
 
 
 def _verifier(run: Run) -> dict[str, Any]:
-    config = run.geometry.verifier
-    rows, length = run.options["rows"], run.options["length"]
-    streams = load_streams(run.corpus / PACKED)
-    mixture = domain_shares(run.options.get("mixture", MIXTURE), list(streams))
-    batches = TokenBatches(streams, mixture, length, rows, seed=run.seed)
+    assert run.tokenizer is not None
+    config, tokenizer = run.geometry.verifier, run.tokenizer.read_bytes()
+    batches, mixture = _batches(run)
     state = train_verifier(
         config,
         batches.__getitem__,
@@ -220,13 +343,13 @@ def _verifier(run: Run) -> dict[str, Any]:
         seconds=run.left(reserve=0.08),
         spread=run.spread,
     )
-    _export(run, "verifier", config, state)
-    windows = heldout_windows(run.corpus, length)
+    _export(run, config, state, beside={"tokenizer.json": tokenizer})
+    windows = heldout_windows(run.corpus, batches.seq_len)
     loss = heldout_loss(config, compute_copy(state.params), windows)
     print("verifier: held-back nats per token ", loss, flush=True)
     return {
-        **_trained(run, state, rows * length),
-        "corpus_tokens": {name: len(stream) for name, stream in streams.items()},
+        **_trained(run, state, batches.batch * batches.seq_len),
+        "corpus_tokens": {n: len(s) for n, s in load_streams(run.corpus / PACKED).items()},
         "mixture": mixture,
         "heldout_nats_per_token": loss,
     }
@@ -244,9 +367,14 @@ def heldout_windows(corpus: Path, length: int) -> dict[str, np.ndarray]:
 
 def _continuations(run: Run) -> dict[str, Any]:
     texts = write_continuations(
-        run.verifier(), run.corpus, run.options, seed=run.seed, seconds=run.left()
+        run.verifier(),
+        run.corpus,
+        run.options,
+        vocab_limit=run.vocab_limit,
+        seed=run.seed,
+        seconds=run.left(),
     )
-    texts.save(run.out / "continuations.npz")
+    texts.save(run.path("continuations"))
     return {"texts": len(texts.tokens), "tokens": texts.tokens.size}
 
 
@@ -260,13 +388,14 @@ def _drafter(run: Run) -> dict[str, Any]:
         texts,
         run.optimiser(),
         recipe,
+        vocab_limit=run.vocab_limit,
         seed=run.seed,
         log=run.log,
         log_every=run.options["log_every"],
         seconds=run.left(),
         spread=run.spread,
     )
-    _export(run, "dflash", config, state)
+    _export(run, config, state)
     return _trained(run, state, recipe.rows * texts.tokens.shape[1])
 
 
@@ -281,23 +410,26 @@ def _weaver(run: Run) -> dict[str, Any]:
         texts,
         run.optimiser(),
         recipe,
+        vocab_limit=run.vocab_limit,
         seed=run.seed,
         log=run.log,
         log_every=run.options["log_every"],
         seconds=run.left(),
         spread=run.spread,
     )
-    _export(run, "weaver", config, state)
+    _export(run, config, state)
     return _trained(run, state, recipe.rows * texts.tokens.shape[1])
 
 
 def _export(
     run: Run,
-    name: str,
     config: VerifierConfig | DrafterConfig | WeaverConfig,
     state: TrainState,
+    beside: Mapping[str, bytes] | None = None,
 ) -> None:
-    write_hf(run.out / name, config, host_params(state), dtype="bfloat16", overwrite=True)
+    params = host_params(state)
+    own = run.path(run.stage)
+    write_hf(own, config, params, dtype="bfloat16", beside=beside, overwrite=True)
 
 
 def _trained(run: Run, state: TrainState, tokens: int) -> dict[str, float]:
@@ -312,12 +444,13 @@ def _trained(run: Run, state: TrainState, tokens: int) -> dict[str, float]:
     }
 
 
-def _record(run: Run, made: dict[str, Any]) -> dict[str, Any]:
-    path = run.out / "provenance.json"
-    entries = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+def _record(run: Run, facts: dict[str, Any]) -> dict[str, Any]:
+    """Stores what a stage did; what was made with its result before is gone, and its entry goes."""
+    gone = _BUILT.get(run.stage, ())
+    entries = {name: entry for name, entry in _entries(run.out).items() if name not in gone}
     devices = {} if run.stage == "continuations" else {"devices": run.spread.count}
     entries[run.stage] = {
-        **made,
+        **facts,
         "seconds": round(time.monotonic() - run.begin, 1),
         "device": jax.devices()[0].device_kind,
         **devices,
@@ -325,10 +458,18 @@ def _record(run: Run, made: dict[str, Any]) -> dict[str, Any]:
         "seed": run.seed,
         "corpus_manifest_sha256": _digest(run.corpus / "text" / "manifest.json"),
         "corpus_tokens_sha256": _digest(run.corpus / PACKED),
+        "verifier_sha256": network_digest(open_verifier(run.path("verifier"))),
         "options": run.options,
     }
-    path.write_text(json.dumps(entries, indent=1) + "\n", "utf-8")
+    with whole_file(run.out / PROVENANCE) as partial:
+        partial.write_text(json.dumps(entries, indent=1) + "\n", "utf-8")
     return entries[run.stage]
+
+
+def _entries(out: Path) -> Mapping[str, Any]:
+    """What `provenance.json` says of the stages that have run."""
+    path = out / PROVENANCE
+    return as_object(read_json(path), str(path)) if path.is_file() else {}
 
 
 def _digest(path: Path) -> str | None:
@@ -336,7 +477,8 @@ def _digest(path: Path) -> str | None:
 
 
 def _find_tokenizer(corpus: Path, given: str | Path | None) -> Path:
-    places = [Path(given)] if given is not None else [corpus / "tokenizer.json", ASSETS]
+    own = directory(POCKET) / "verifier"
+    places = [Path(given)] if given is not None else [corpus / "tokenizer.json", own]
     files = [place / "tokenizer.json" if place.is_dir() else place for place in places]
     for file in files:
         if file.is_file():
@@ -344,25 +486,8 @@ def _find_tokenizer(corpus: Path, given: str | Path | None) -> Path:
     raise FileNotFoundError(f"no tokenizer at {' or '.join(map(str, files))}")
 
 
-def _copy_tokenizer(run: Run, source: Path) -> None:
-    """Stores the tokenizer with the verifier, once it is known to fit the configuration."""
-    tokenizer = load_tokenizer(source)
-    verifier = run.geometry.verifier
-    drafter = run.geometry.drafter
-    ends = (tokenizer.token_id(END_OF_TEXT), tokenizer.token_id(TURN_END))
-    expected = (tokenizer.vocab_size, ends, tokenizer.token_id(MASK))
-    given = (verifier.vocab_size, verifier.eos_token_ids, drafter.mask_token_id)
-    if given != expected:
-        raise ValueError(
-            f"vocabulary size, end tokens and mask token of the configuration are {given}, "
-            f"of {source} {expected}"
-        )
-    (run.out / "verifier").mkdir(exist_ok=True)
-    shutil.copyfile(source, run.out / "verifier" / "tokenizer.json")
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tfm_jax.training.pocket")
     parser.add_argument("stages", nargs="+", choices=(*STAGES, "all"), metavar="STAGE")
     parser.add_argument("--corpus", required=True, help="folder made by tfm_jax.training.prepare")
@@ -375,14 +500,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     stages = STAGES if "all" in options.stages else options.stages
     shared = {name: getattr(options, name) for name in ("config", "seconds", "seed", "devices")}
-    for stage in stages:  # all of them, before the first one computes
-        check_stage(stage, **shared)
-    for stage in stages:
-        entry = train_stage(
-            stage, options.corpus, options.out, tokenizer=options.tokenizer, **shared
-        )
-        print(f"{stage}: done in {entry['seconds']} s on {entry['device']}", flush=True)
+    # Of several stages the verifier alone reads it; without that one it is refused.
+    reader = "verifier" if "verifier" in stages else stages[0]
+    try:
+        for place, stage in enumerate(stages):  # all of them, before the first one computes
+            tokenizer = options.tokenizer if stage == reader else None
+            plan_stage(
+                stage,
+                options.corpus,
+                options.out,
+                tokenizer=tokenizer,
+                before=stages[:place],
+                **shared,
+            )
+        for stage in stages:
+            tokenizer = options.tokenizer if stage == reader else None
+            entry = train_stage(stage, options.corpus, options.out, tokenizer=tokenizer, **shared)
+            print(f"{stage}: done in {entry['seconds']} s on {entry['device']}", flush=True)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -25,10 +24,10 @@ from tfm_jax.checkpoints.opened import Opened, open_weaver
 from tfm_jax.checkpoints.trio import OpenedTrio, check_dtype, open_trio
 from tfm_jax.config import ConfigError, DrafterConfig, VerifierConfig, WeaverConfig, made
 from tfm_jax.decoding.state import Trio
-from tfm_jax.model import default_dtype, directory
+from tfm_jax.files import whole_file
+from tfm_jax.model import POCKET, default_dtype, directory
 from tfm_jax.models.qwen36 import Verifier
 from tfm_jax.presets import geometry
-from tfm_jax.text import load_tokenizer
 from tfm_jax.training.batches import MIXTURE, PACKED, TokenBatches, load_streams
 from tfm_jax.training.checkpoint import Checkpoints
 from tfm_jax.training.continuations import Continuations
@@ -39,10 +38,17 @@ from tfm_jax.training.dflash import (
     train_drafter,
 )
 from tfm_jax.training.evaluation import hold_back, make_evaluation
-from tfm_jax.training.leftovers import claim
+from tfm_jax.training.leftovers import (
+    CHECKPOINTS,
+    LOG,
+    check_results,
+    claim,
+    network_digest,
+)
 from tfm_jax.training.parallel import Spread
 from tfm_jax.training.plots import plot_training, require_matplotlib
 from tfm_jax.training.settings import (
+    check_lengths,
     check_seconds,
     check_seed,
     read_settings,
@@ -55,9 +61,10 @@ from tfm_jax.training.texts import (
     given_texts,
     packed_corpus,
     training_streams,
+    vocab_limit_of,
     write_continuations,
 )
-from tfm_jax.training.tokenizer import domain_shares
+from tfm_jax.training.tokenizer import check_known, check_tokens, domain_shares
 from tfm_jax.training.trainer import (
     Loss,
     OptimiserConfig,
@@ -75,6 +82,8 @@ from tfm_jax.training.weaver import (
 )
 
 Network = Literal["verifier", "dflash", "weaver"]
+_UNREAD = {"verifier": ("texts", "warm_start"), "dflash": ("warm_start",), "weaver": ()}
+_SUMMARY, _PLOT = "summary.json", "training.svg"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +92,8 @@ class Job:
 
     Attributes:
       out: folder of everything that the run writes.
-      model: "pocket" or a directory with the frozen networks; it lends a verifier its tokenizer.
+      model: "pocket", also if not given, or a directory with the frozen networks. It lends a
+        verifier its tokenizer, unless the corpus has one.
       config: JSON file of sizes and stages; the model's own sizes and a short run if not given.
       texts: continuations of the model, an npz file.
       corpus: folder of packed tokens.
@@ -101,7 +111,7 @@ class Job:
     """
 
     out: Path
-    model: str | Path = "pocket"
+    model: str | Path | None = None
     config: Path | None = None
     texts: Path | None = None
     corpus: Path | None = None
@@ -135,8 +145,44 @@ class Job:
         return jnp.dtype(check_dtype(default_dtype(self.dtype)))
 
     @property
+    def frozen(self) -> str | Path:
+        """The model's name or directory."""
+        return POCKET if self.model is None else self.model
+
+    @property
     def log(self) -> Path:
-        return self.out / "training.jsonl"
+        return self.out / LOG
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Texts:
+    """What a drafter or a Weaver is trained on and evaluated on.
+
+    Attributes:
+      train: continuations, then windows of the corpus as they are.
+      windows: how many rows of `train` are such windows.
+      held: continuations held back; None where there are too few.
+    """
+
+    train: Continuations
+    windows: int = 0
+    held: Continuations | None
+
+    def counts(self, depth: int) -> dict[str, int]:
+        """How many rows of each kind are trained on, are left out for want of room, are held."""
+        room = self.train.room(depth)
+        window = np.arange(room.size) >= room.size - self.windows
+        cold = self.train.temperature == 0
+        kinds = {
+            "corpus_windows": window,
+            "continuations_at_0": ~window & cold,
+            "continuations_at_1": ~window & ~cold,
+        }
+        return {
+            **{name: int((room & kind).sum()) for name, kind in kinds.items()},
+            "left_out": int((~room).sum()),
+            "held_back": 0 if self.held is None else len(self.held.tokens),
+        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,7 +211,8 @@ def train_network(network: Network, job: Job) -> dict[str, Any]:
     """Trains a network and returns the summary that is stored beside it.
 
     The network lies in `<out>/<network>/` in its published layout, bfloat16. The summary has
-    steps, skipped steps, metrics before and after on texts held back, and the setting.
+    steps, skipped steps, metrics before and after on texts held back, how many texts of each kind
+    there were, and the setting: whatever decides the run's numbers, and the devices.
 
     Raises:
       ValueError, OSError, ImportError: bad input, before any compute.
@@ -184,15 +231,22 @@ def train_network(network: Network, job: Job) -> dict[str, Any]:
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
     }
-    (job.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", "utf-8")
+    with whole_file(job.out / _SUMMARY) as partial:
+        partial.write_text(json.dumps(summary, indent=1) + "\n", "utf-8")
     if job.plot:
-        plot_training(job.log, job.out / "training.svg")
+        plot_training(job.log, job.out / _PLOT)
     return summary
 
 
 def _plan(network: Network, job: Job) -> _Plan:
-    if (job.out / "checkpoints").is_dir() and not job.resume:
+    unread = [name for name in _UNREAD[network] if getattr(job, name) is not None]
+    if unread:
+        raise ValueError(f"training a {network} reads no {' and no '.join(unread)}: leave it out")
+    if job.out.resolve() == directory(job.frozen).resolve():
+        raise ValueError(f"{job.out} is the model itself: name another folder to write")
+    if (job.out / CHECKPOINTS).is_dir() and not job.resume:
         raise ValueError(f"{job.out} holds a run already: resume it, or name another folder")
+    check_results(job.out, network, (network, _SUMMARY, _PLOT))
     settings = {} if job.config is None else read_settings(job.config)
     stage = stage_settings(settings, network)
     where = f"{job.config or 'built-in settings'}: {network}.optimiser"
@@ -212,25 +266,35 @@ def _verifier(plan: _Plan) -> dict[str, Any]:
         config = made(VerifierConfig, plan.settings["verifier"], f"{job.config}: verifier")
     else:
         config = geometry("pocket").verifier
-    source = None if job.corpus is None else job.corpus / "tokenizer.json"
-    if source is None or not source.is_file():
-        source = open_trio(directory(job.model)).text_files / "tokenizer.json"
-    vocabulary = load_tokenizer(source).vocab_size
-    if vocabulary > config.vocab_size:
-        raise ConfigError(
-            f"{source} has {vocabulary} tokens, the verifier's vocab_size is {config.vocab_size}"
-        )
+    source = _tokenizer(job)
+    check_tokens(source, config)
+    tokenizer = source.read_bytes()
     rows, length = stage["rows"], stage["length"]
     spread = _spread(job, rows)
-    _claim(job, corpus_sources(job.corpus, job.text, source))
+    _claim(plan, corpus_sources(job.corpus, job.text, source))
     corpus = packed_corpus(job.corpus, job.text, source, job.out / "corpus", length)
     streams = training_streams(corpus, length)
-    batches = TokenBatches(streams, domain_shares(MIXTURE, list(streams)), length, rows, job.seed)
+    check_known(corpus, streams, config.vocab_size)
+    mixture = domain_shares(stage.get("mixture", MIXTURE), list(streams))
+    batches = TokenBatches(streams, mixture, length, rows, job.seed)
     heldout = load_streams(corpus / PACKED, "heldout")
     heldout = {name: s for name, s in heldout.items() if len(s) > 2 * length}
     texts = {name: TokenBatches(heldout, {name: 1.0}, length, rows)[0] for name in heldout}
-    setting = {"rows": rows, "length": length, "text": digest([(corpus / PACKED).read_bytes()])}
-    with _reports(plan, config, setting) as reports:
+    if not texts:
+        print(
+            f"verifier: nothing is held back: no domain of {corpus} has more than {2 * length} "
+            "tokens of held-back text",
+            flush=True,
+        )
+    setting = _setting(
+        plan,
+        config,
+        rows=rows,
+        length=length,
+        mixture=mixture,
+        text=digest([(corpus / PACKED).read_bytes()]),
+    )
+    with _reports(plan, setting) as reports:
         state = train_verifier(
             config,
             batches.__getitem__,
@@ -241,77 +305,113 @@ def _verifier(plan: _Plan) -> dict[str, Any]:
             **reports,
         )
     after = heldout_loss(config, compute_copy(state.params, job.compute), texts)
-    summary = _export(plan, config, state)
-    shutil.copyfile(source, job.out / "verifier" / "tokenizer.json")
-    return {**summary, "after": after, "heldout": True}
+    return {
+        **_export(plan, config, state, setting, beside={"tokenizer.json": tokenizer}),
+        "after": after,
+        "heldout": bool(texts),
+        "texts": {
+            "corpus_tokens": {name: len(streams[name]) for name in mixture},
+            "held_back": {name: len(windows) for name, windows in texts.items()},
+        },
+    }
+
+
+def _tokenizer(job: Job) -> Path:
+    """The file of a new verifier's tokenizer: the corpus's own, else the model's."""
+    if job.corpus is not None and (job.corpus / "tokenizer.json").is_file():
+        if job.model is not None:
+            raise ValueError(
+                f"{job.corpus} has a tokenizer of its own, and model ({job.model}) would lend "
+                "another: give one of the two"
+            )
+        return job.corpus / "tokenizer.json"
+    return open_trio(directory(job.frozen)).text_files / "tokenizer.json"
 
 
 def _drafter(plan: _Plan) -> dict[str, Any]:
     job = plan.job
-    opened = open_trio(directory(job.model))
+    opened = open_trio(directory(job.frozen))
     config = _drafter_config(plan, opened)
     check_pair(opened.verifier.config, config)
     recipe = made(DrafterRecipe, plan.stage["recipe"], plan.where("recipe"))
     spread = _spread(job, recipe.rows)
     verifier = _built(opened.verifier, job.compute)
-    frozen = _digests({"verifier": opened.verifier})
-    texts, held = _texts(plan, opened, verifier, config.depth, frozen)
-    objective = drafter_objective(config, recipe)
-    measure = _evaluation(job, recipe.rows, objective, verifier, texts, held)
+    frozen = {"verifier": network_digest(opened.verifier)}
+    limit = vocab_limit_of(opened.text_files, verifier.config.vocab_size)
+    texts = _texts(plan, opened, verifier, config.depth, frozen, limit)
+    objective = drafter_objective(config, recipe, vocab_limit=limit)
+    measure = _evaluation(job, recipe.rows, objective, verifier, texts)
     before = measure(initial_drafter(config, job.seed))
-    setting = {"recipe": dataclasses.asdict(recipe), "texts": texts.digest, "frozen": frozen}
-    with _reports(plan, config, setting) as reports:
+    setting = _setting(
+        plan,
+        config,
+        recipe=dataclasses.asdict(recipe),
+        texts=texts.train.digest,
+        frozen=frozen,
+        padding=_padding(verifier, limit),
+    )
+    with _reports(plan, setting) as reports:
         state = train_drafter(
             config,
             verifier,
-            texts,
+            texts.train,
             plan.optimiser,
             recipe,
+            vocab_limit=limit,
             seed=job.seed,
             spread=spread,
             **reports,
         )
     after = measure(state.params)
     return {
-        **_export(plan, config, state),
+        **_export(plan, config, state, setting),
         "before": before,
         "after": after,
-        "heldout": held is not None,
+        "heldout": texts.held is not None,
+        "texts": texts.counts(config.depth),
     }
 
 
 def _weaver(plan: _Plan) -> dict[str, Any]:
     job = plan.job
-    opened = open_trio(directory(job.model))
+    opened = open_trio(directory(job.frozen))
     if opened.drafter is None:
-        raise ValueError(f"{job.model} has no drafter: a Weaver scores a drafter's candidates")
+        raise ValueError(f"{job.frozen} has no drafter: a Weaver scores a drafter's candidates")
     config, given = _weaver_config(plan, opened)
     check_pair(opened.verifier.config, opened.drafter.config, config)
     recipe = made(WeaverRecipe, plan.stage["recipe"], plan.where("recipe"))
     spread = _spread(job, recipe.rows)
     verifier = _built(opened.verifier, job.compute)
     drafter = _built(opened.drafter, job.compute)
-    frozen = _digests({"verifier": opened.verifier, "drafter": opened.drafter})
-    texts, held = _texts(plan, opened, verifier, config.depth, frozen)
+    frozen = {
+        "verifier": network_digest(opened.verifier),
+        "drafter": network_digest(opened.drafter),
+    }
+    limit = vocab_limit_of(opened.text_files, verifier.config.vocab_size)
+    texts = _texts(plan, opened, verifier, config.depth, frozen, limit)
     networks = Trio(verifier=verifier, drafter=drafter)
-    objective = weaver_objective(config, recipe)
-    measure = _evaluation(job, recipe.rows, objective, networks, texts, held)
+    objective = weaver_objective(config, recipe, vocab_limit=limit)
+    measure = _evaluation(job, recipe.rows, objective, networks, texts)
     before = measure(initial_weaver(config, given, job.seed))
     _announce("before", before)
-    setting = {
-        "recipe": dataclasses.asdict(recipe),
-        "texts": texts.digest,
-        "frozen": frozen,
-        "warm_start": given and digest(given[path].tobytes() for path in sorted(given)),
-    }
-    with _reports(plan, config, setting) as reports:
+    setting = _setting(
+        plan,
+        config,
+        recipe=dataclasses.asdict(recipe),
+        texts=texts.train.digest,
+        frozen=frozen,
+        padding=_padding(verifier, limit),
+        warm_start=given and digest(given[path].tobytes() for path in sorted(given)),
+    )
+    with _reports(plan, setting) as reports:
         state = train_weaver(
             config,
             verifier,
             drafter,
-            texts,
+            texts.train,
             plan.optimiser,
             recipe,
+            vocab_limit=limit,
             start=given,
             seed=job.seed,
             spread=spread,
@@ -320,10 +420,11 @@ def _weaver(plan: _Plan) -> dict[str, Any]:
     after = measure(state.params)
     _announce("after", after)
     return {
-        **_export(plan, config, state),
+        **_export(plan, config, state, setting),
         "before": before,
         "after": after,
-        "heldout": held is not None,
+        "heldout": texts.held is not None,
+        "texts": texts.counts(config.depth),
     }
 
 
@@ -332,7 +433,7 @@ def _drafter_config(plan: _Plan, opened: OpenedTrio) -> DrafterConfig:
         return made(DrafterConfig, plan.settings["drafter"], f"{plan.job.config}: drafter")
     if opened.drafter is None:
         raise ValueError(
-            f"{plan.job.model} has no drafter to take sizes from: give a configuration with them"
+            f"{plan.job.frozen} has no drafter to take sizes from: give a configuration with them"
         )
     return opened.drafter.config
 
@@ -351,7 +452,7 @@ def _weaver_config(
         return start.config, start.load(check_dtype("float32"))
     if config is None and opened.weaver is None:
         raise ValueError(
-            f"{job.model} has no Weaver to take sizes from: give a configuration with them"
+            f"{job.frozen} has no Weaver to take sizes from: give a configuration with them"
         )
     if config is None:
         assert opened.weaver is not None
@@ -371,24 +472,17 @@ def _built(opened: Opened, dtype: jnp.dtype) -> Any:
     return build(opened.config, opened.load(np.dtype(dtype)))
 
 
-def _digests(networks: Mapping[str, Opened]) -> dict[str, str]:
-    """SHA-256 of each network's configuration and of its weights as they are stored."""
-
-    def parts(network: Opened) -> Iterator[bytes | memoryview]:
-        yield repr(network.config).encode()
-        for name in sorted(network.tensors):
-            yield name.encode()
-            array = np.ascontiguousarray(network.tensors[name])
-            yield array.reshape(-1).view(np.uint8).data
-
-    return {name: digest(parts(network)) for name, network in networks.items()}
+def _padding(verifier: Verifier, limit: int) -> int | None:
+    """Rows of the vocabulary that stand for no token; None where all do."""
+    return verifier.config.vocab_size - limit or None
 
 
-def _claim(job: Job, sources: Mapping[str, Any]) -> None:
+def _claim(plan: _Plan, sources: Mapping[str, Any]) -> None:
     """Refuses a folder whose checkpoints or texts come from other sources; see `claim`."""
-    depends = {"checkpoints": set(sources)}
+    job, sources = plan.job, {"network": plan.network, **sources}
+    depends = {CHECKPOINTS: set(sources)}
     if job.texts is None:
-        depends["continuations.npz"] = set(sources) - {"drafter"}
+        depends["continuations.npz"] = set(sources) - {"network", "drafter"}
         if job.corpus is None:
             depends[f"corpus/{PACKED}"] = {"text", "tokenizer"}
     claim(job.out, sources, depends)
@@ -400,44 +494,46 @@ def _texts(
     verifier: Verifier,
     depth: int,
     frozen: Mapping[str, str],
-) -> tuple[Continuations, Continuations | None]:
-    """Continuations to train on and to evaluate on, written first if the job names none."""
+    limit: int,
+) -> _Texts:
+    """Texts to train on and to evaluate on, written first if the job names none."""
     job = plan.job
-    networks = {n: {"named": str(job.model), "sha256": found} for n, found in frozen.items()}
+    networks = {n: {"named": str(job.frozen), "sha256": found} for n, found in frozen.items()}
     if job.texts is not None:
         texts = Continuations.load(job.texts)
-        texts.check(verifier.config.vocab_size)
-        parts = hold_back(texts, depth)
+        texts.check(limit)
+        rest, held = hold_back(texts, depth)
         text = {"named": str(job.texts), "sha256": texts.digest}
-        _claim(job, {"text": text, **networks})
-        return parts
+        _claim(plan, {"text": text, **networks})
+        return _Texts(train=rest, held=held)
     kept = job.out / "continuations.npz"
     file = opened.text_files / "tokenizer.json"
     tokenizer = file if file.is_file() else None
     options = stage_settings(plan.settings, "continuations")
-    total, shortest = options["total"], min(options["shortest"], options["prompt"])
-    if max(shortest, 2) - 1 + depth >= total:
-        raise ValueError(
-            f"{job.config or 'built-in settings'}: continuations of {total} tokens have no room "
-            f"for a prompt of {shortest} and {depth} tokens after it"
-        )
+    check_lengths(options, depth, f"{job.config or 'built-in settings'}: continuations")
     sources = corpus_sources(job.corpus, job.text, tokenizer)
     writing = {"seed": job.seed, "dtype": str(job.compute), "continuations": options}
-    _claim(job, {**sources, **networks, **writing})
-    window = max(options["prompt"], total if options.get("given") else 0) - 1
+    _claim(plan, {**sources, **networks, **writing})
+    window = (options["total"] if options.get("given") else options["prompt"]) - 1
     corpus = packed_corpus(job.corpus, job.text, tokenizer, job.out / "corpus", window)
-    given = given_texts(verifier, corpus, options, seed=job.seed)
+    given = given_texts(corpus, options, vocab_limit=limit, seed=job.seed)
     if kept.is_file():
         texts = Continuations.load(kept)
     else:
         texts = write_continuations(
-            verifier, corpus, options, seed=job.seed, seconds=options.get("seconds")
+            verifier,
+            corpus,
+            options,
+            vocab_limit=limit,
+            seed=job.seed,
+            seconds=options.get("seconds"),
         )
         texts.save(kept)
     if given is None:
-        return hold_back(texts, depth)
+        rest, held = hold_back(texts, depth)
+        return _Texts(train=rest, held=held)
     rest, held = hold_back(texts, depth, share=0.5)
-    return rest.joined(given), held
+    return _Texts(train=rest.joined(given), windows=len(given.tokens), held=held)
 
 
 def _evaluation(
@@ -445,11 +541,11 @@ def _evaluation(
     rows: int,
     loss: Loss,
     frozen: Verifier | Trio,
-    texts: Continuations,
-    held: Continuations | None,
+    texts: _Texts,
 ) -> Callable[[Params], dict[str, Any]]:
     """Metrics on the texts held back, or on the training texts where there are too few."""
-    return make_evaluation(loss, frozen, texts if held is None else held, rows, job.compute)
+    measured = texts.train if texts.held is None else texts.held
+    return make_evaluation(loss, frozen, measured, rows, job.compute)
 
 
 def _announce(when: str, metrics: Mapping[str, Any]) -> None:
@@ -457,32 +553,37 @@ def _announce(when: str, metrics: Mapping[str, Any]) -> None:
     print(f"weaver: expected accepted length {when} training: {', '.join(lengths)}", flush=True)
 
 
-@contextmanager
-def _reports(
-    plan: _Plan,
-    config: VerifierConfig | DrafterConfig | WeaverConfig,
-    setting: Mapping[str, Any],
-) -> Iterator[dict[str, Any]]:
-    """Arguments of a training function that say where it reports and saves to."""
-    job = plan.job
-    decisive = {
+def _setting(
+    plan: _Plan, config: VerifierConfig | DrafterConfig | WeaverConfig, **own: Any
+) -> dict[str, Any]:
+    """Whatever decides a run's numbers, `own` being what other networks do not have."""
+    return {
         "network": plan.network,
         "config": dataclasses.asdict(config),
         "optimiser": dataclasses.asdict(plan.optimiser),
         "seconds": plan.seconds,
-        "seed": job.seed,
-        "dtype": str(job.compute),
-        **setting,
+        "seed": plan.job.seed,
+        "dtype": str(plan.job.compute),
+        **own,
     }
+
+
+@contextmanager
+def _reports(plan: _Plan, setting: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Arguments of a training function that say where it reports and saves to."""
+    job = plan.job
     with ExitStack() as stack:
+        job.out.mkdir(parents=True, exist_ok=True)
+        folder = job.out / CHECKPOINTS
+        checkpoints = stack.enter_context(Checkpoints(folder, setting, every=job.save_every))
+        done = checkpoints.latest or 0
+        if job.resume:
+            print(f"{plan.network}: goes on from step {done}", flush=True)
         on_record = None
         if job.tensorboard is not None:
-            on_record = stack.enter_context(TensorBoard(job.tensorboard)).add
-        job.out.mkdir(parents=True, exist_ok=True)
-        folder = job.out / "checkpoints"
-        checkpoints = stack.enter_context(Checkpoints(folder, decisive, every=job.save_every))
-        if job.resume:
-            print(f"{plan.network}: goes on from step {checkpoints.latest or 0}", flush=True)
+            # A folder for each network: from its first step on a resumed run hides all else there.
+            board = TensorBoard(job.tensorboard / plan.network, done + 1 if job.resume else None)
+            on_record = stack.enter_context(board).add
         yield {
             "log": job.log,
             "log_every": plan.stage["log_every"],
@@ -493,13 +594,25 @@ def _reports(
 
 
 def _export(
-    plan: _Plan, config: VerifierConfig | DrafterConfig | WeaverConfig, state: TrainState
+    plan: _Plan,
+    config: VerifierConfig | DrafterConfig | WeaverConfig,
+    state: TrainState,
+    setting: Mapping[str, Any],
+    beside: Mapping[str, bytes] | None = None,
 ) -> dict[str, Any]:
-    """Writes the network and says what training did."""
+    """Writes the network and says what training did, and in which setting."""
     params = host_params(state)
-    write_hf(plan.job.out / plan.network, config, params, dtype="bfloat16", overwrite=True)
+    write_hf(
+        plan.job.out / plan.network,
+        config,
+        params,
+        dtype="bfloat16",
+        beside=beside,
+        overwrite=plan.job.resume,
+    )
     return {
         "steps": int(state.step),
         "skipped_steps": int(state.skipped),
         "parameters": sum(value.size for value in params.values()),
+        "setting": {**setting, "devices": plan.job.devices},
     }

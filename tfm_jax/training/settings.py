@@ -41,7 +41,8 @@ SHORT: Mapping[str, Mapping[str, Any]] = {
         "optimiser": {"steps": 150, "matrix_rate": 0.01, "other_rate": 0.002},
     },
 }
-_OPTIONAL = {"continuations": {"given", "most_copied"}}  # and "seconds", of every stage
+# And "seconds", of every stage.
+_OPTIONAL = {"verifier": {"mixture"}, "continuations": {"given", "most_copied"}}
 _SIZES = ("verifier", "drafter", "weaver")
 
 
@@ -68,7 +69,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         optional = {"seconds"} | _OPTIONAL.get(stage, set())
         problems += [f"unknown {stage}.{name}" for name in sorted(given - known - optional)]
         problems += [f"{stage}.{name} is missing" for name in sorted(known - given - optional)]
-        problems += misfits(stage, stages[stage])
+        problems += _misfits(stage, stages[stage])
     if problems:
         raise ConfigError(f"{path}: {', '.join(problems)}")
     return settings
@@ -102,6 +103,40 @@ def check_share(name: str, value: float) -> None:
         raise ValueError(f"{name} must lie in 0..1, got {value!r}")
 
 
+def check_mixture(name: str, value: Mapping[str, float]) -> None:
+    """Raises ValueError if shares of domains are no object of weights, not all of them 0."""
+    _check_object(name, value)
+    for domain, weight in value.items():
+        check_number(f"{name}.{domain}", weight)
+    if not any(value.values()):
+        raise ValueError(f"{name} must have a weight above 0, got {value!r}")
+
+
+def check_lengths(options: Mapping[str, Any], depth: int, where: str) -> None:
+    """Refuses sizes of continuations that leave no room for what is learned along them.
+
+    Args:
+      options: of the stage "continuations".
+      depth: tokens after an anchor.
+      where: what messages call the stage's settings.
+
+    Raises:
+      ConfigError: `prompt` or `shortest` is out of range, or texts are too short.
+    """
+    total, prompt, shortest = (options[name] for name in ("total", "prompt", "shortest"))
+    if not 2 <= prompt <= total:
+        raise ConfigError(f"{where}: prompt must lie in 2..total, got {prompt} of {total}")
+    if shortest > prompt:
+        raise ConfigError(f"{where}: shortest must be at most prompt, got {shortest} of {prompt}")
+    if options.get("given") and shortest < 2:
+        raise ConfigError(f"{where}: given texts need a shortest of at least 2, got {shortest}")
+    if max(shortest, 2) - 1 + depth >= total:
+        raise ConfigError(
+            f"{where} of {total} tokens have no room for a prompt of {shortest} and {depth} "
+            "tokens after it"
+        )
+
+
 def check_seed(seed: int) -> None:
     """Raises ValueError if a seed is no unsigned integer of 32 bits."""
     value = as_int(seed)
@@ -109,7 +144,7 @@ def check_seed(seed: int) -> None:
         raise ValueError(f"seed must lie in 0..{2**32 - 1}, got {seed!r}")
 
 
-def misfits(stage: str, entries: Mapping[str, Any]) -> Iterator[str]:
+def _misfits(stage: str, entries: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with the values of a stage's known entries."""
     known = {"seconds", *SHORT[stage], *_OPTIONAL.get(stage, ())}
     for name in sorted(known & entries.keys()):
@@ -144,6 +179,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     "greedy_share": check_share,
     "most_copied": check_share,
     "given": functools.partial(check_count, least=0),
+    "mixture": check_mixture,
     "recipe": _check_object,
     "optimiser": _check_object,
 }

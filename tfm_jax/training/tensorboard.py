@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from tfm_jax.training.report import Record
 
@@ -23,16 +25,19 @@ def require_tensorboard() -> None:
 class TensorBoard:
     """Writes records to a folder; pass `add` as `on_record`."""
 
-    def __init__(self, directory: Path) -> None:
-        """Opens the folder.
+    def __init__(self, directory: Path, first: int | None = None) -> None:
+        """Settings; the folder is written to from the first record on.
+
+        Args:
+          directory: of the event files.
+          first: step from which on a resumed run writes again what the folder holds: TensorBoard
+            shows nothing from before of these steps. None for a new run.
 
         Raises:
           ImportError: there is no tensorboardX.
         """
         require_tensorboard()
-        from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
-
-        self._writer = SummaryWriter(str(directory))
+        self._directory, self._first = directory, first
 
     def __enter__(self) -> TensorBoard:
         return self
@@ -43,7 +48,14 @@ class TensorBoard:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._writer.close()
+        if "_writer" in vars(self):
+            self._writer.close()
+
+    @functools.cached_property
+    def _writer(self) -> Any:
+        from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
+
+        return SummaryWriter(str(self._directory), purge_step=self._first)
 
     def add(self, record: Record) -> None:
         """Adds the numbers of a record; entry d of a list gets the tag `<name>/<d>`, from 1."""

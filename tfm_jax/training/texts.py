@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from tfm_jax.models.qwen36 import Verifier
+from tfm_jax.text import known_ids, load_tokenizer
 from tfm_jax.training.batches import (
     MIXTURE,
     PACKED,
@@ -41,6 +42,17 @@ def digest(parts: Iterable[bytes | memoryview]) -> str:
     for part in parts:
         hashed.update(part)
     return hashed.hexdigest()
+
+
+def vocab_limit_of(text_files: Path, rows: int) -> int:
+    """`Model.vocab_limit` of a model that is not loaded.
+
+    Args:
+      text_files: folder that may hold its `tokenizer.json`.
+      rows: of its vocabulary.
+    """
+    file = text_files / "tokenizer.json"
+    return known_ids(load_tokenizer(file) if file.is_file() else None, rows)
 
 
 def corpus_sources(
@@ -150,6 +162,7 @@ def write_continuations(
     corpus: Path,
     options: Mapping[str, Any],
     *,
+    vocab_limit: int,
     seed: int = 0,
     seconds: float | None = None,
 ) -> Continuations:
@@ -161,22 +174,24 @@ def write_continuations(
       options: rows, total, prompt, shortest, batches, greedy_share and, where texts that repeat
         themselves are left out, most_copied; see `generate_continuations`, `prompt` being the
         longest prompt.
+      vocab_limit: see `write_on`.
       seed: of windows, lengths and noise.
       seconds: time to stop after.
 
     Raises:
-      ValueError: the text is too short, or holds tokens that the verifier does not know.
+      ValueError: the text is too short, or holds tokens from `vocab_limit` on.
     """
     width, total = options["prompt"], options["total"]
     if not 2 <= width <= total:
         raise ValueError(f"prompt must lie in 2..total, got {width} of {total}")
     # Another seed than the verifier's training: another order of windows.
-    prompts = _windows(verifier, corpus, width, options["rows"], seed + 1)
+    prompts = _windows(corpus, width, options["rows"], seed + 1, vocab_limit)
     return generate_continuations(
         verifier,
         prompts.__getitem__,
         total=total,
         batches=options["batches"],
+        vocab_limit=vocab_limit,
         shortest=options["shortest"],
         greedy_share=options["greedy_share"],
         most_copied=options.get("most_copied", 1.0),
@@ -186,7 +201,7 @@ def write_continuations(
 
 
 def given_texts(
-    verifier: Verifier, corpus: Path, options: Mapping[str, Any], *, seed: int = 0
+    corpus: Path, options: Mapping[str, Any], *, vocab_limit: int, seed: int = 0
 ) -> Continuations | None:
     """`given` windows of a corpus as they are, as long as continuations; None for 0 of them.
 
@@ -194,34 +209,34 @@ def given_texts(
     distributions, not the text. That is less apt than continuations, and costs no writing.
 
     Args:
-      verifier: the model.
       corpus: folder with packed tokens.
       options: given, total and shortest, the tokens before the first anchor.
+      vocab_limit: of the verifier, see `Model.vocab_limit`.
       seed: of the windows.
 
     Raises:
-      ValueError: the text is too short, or holds tokens that the verifier does not know.
+      ValueError: the text is too short, or holds tokens from `vocab_limit` on.
     """
     count, total = options.get("given", 0), options["total"]
     check_count("given", count, least=0)
     if count == 0:
         return None
-    tokens = _windows(verifier, corpus, total, count, seed + 2)[0]
+    tokens = _windows(corpus, total, count, seed + 2, vocab_limit)[0]
     return Continuations(
-        tokens=tokens.astype(token_dtype(verifier.config.vocab_size)),
+        tokens=tokens.astype(token_dtype(vocab_limit)),
         prompt=np.full(count, options["shortest"], np.int32),
         temperature=np.ones(count, np.float32),
     )
 
 
-def _windows(verifier: Verifier, corpus: Path, width: int, rows: int, seed: int) -> TokenBatches:
-    """Batches of `rows` windows of `width` tokens that the verifier knows."""
+def _windows(corpus: Path, width: int, rows: int, seed: int, vocab_limit: int) -> TokenBatches:
+    """Batches of `rows` windows of `width` tokens, all below `vocab_limit`."""
     streams = training_streams(corpus, width - 1)
     largest = max(int(np.max(stream)) for stream in streams.values())
-    if largest >= verifier.config.vocab_size:
+    if largest >= vocab_limit:
         raise ValueError(
             f"{corpus} holds token {largest}, the verifier's vocabulary has "
-            f"{verifier.config.vocab_size} rows: it was packed for another model"
+            f"{vocab_limit} tokens: it was packed for another model"
         )
     mixture = domain_shares(MIXTURE, list(streams))
     return TokenBatches(streams, mixture, width - 1, rows, seed=seed)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from tfm_jax.config import ConfigError, DrafterConfig, VerifierConfig
 from tfm_jax.files import whole_file
+from tfm_jax.text import load_tokenizer
 from tfm_jax.training.corpus import corpus_domains, read_documents
 
 END_OF_TEXT, TURN_START, TURN_END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
@@ -70,6 +74,55 @@ def check_vocab_size(vocab_size: int) -> None:
     smallest = len(SPECIAL_TOKENS) + 256
     if not smallest < vocab_size <= 65536:
         raise ValueError(f"vocab_size must be in {smallest + 1}..65536, got {vocab_size}")
+
+
+def check_tokens(
+    file: Path, verifier: VerifierConfig, drafter: DrafterConfig | None = None
+) -> None:
+    """Refuses a configuration that names other tokens than a tokenizer has.
+
+    Args:
+      file: the tokenizer's.
+      verifier: may have more rows than there are tokens.
+      drafter: names the mask token.
+
+    Raises:
+      ConfigError: with all that differs.
+      ValueError, OSError: the file is no tokenizer.
+    """
+    tokenizer = load_tokenizer(file)
+    ids: dict[str, int] = {}
+    for name in SPECIAL_TOKENS:
+        with contextlib.suppress(KeyError):
+            ids[name] = tokenizer.token_id(name)
+    ends = [ids[name] for name in (END_OF_TEXT, TURN_END) if name in ids]
+    problems = []
+    if tokenizer.vocab_size > verifier.vocab_size:
+        problems.append(
+            f"has {tokenizer.vocab_size} tokens, the verifier's vocab_size is {verifier.vocab_size}"
+        )
+    if END_OF_TEXT not in ids:
+        problems.append(f"has no {END_OF_TEXT}, which ends each document")
+    if {*ends} != {*verifier.eos_token_ids}:
+        given = list(verifier.eos_token_ids)
+        problems.append(f"has the end tokens {ends}, the verifier's eos_token_ids are {given}")
+    if drafter is not None and ids.get(MASK) != drafter.mask_token_id:
+        problems.append(
+            f"has the mask token {ids.get(MASK)}, the drafter's mask_token_id is "
+            f"{drafter.mask_token_id}"
+        )
+    if problems:
+        raise ConfigError(f"{file} {'; it '.join(problems)}")
+
+
+def check_known(corpus: Path, streams: Mapping[str, np.ndarray], rows: int) -> None:
+    """Raises ValueError if the packed text of a corpus holds a token from `rows` on."""
+    largest = max(int(np.max(stream)) for stream in streams.values())
+    if largest >= rows:
+        raise ValueError(
+            f"{corpus} holds token {largest}, the verifier's vocabulary has {rows} rows: it was "
+            "packed for another model"
+        )
 
 
 def domain_shares(mixture: Mapping[str, float], domains: list[str]) -> dict[str, float]:

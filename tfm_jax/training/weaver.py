@@ -25,7 +25,14 @@ from tfm_jax.models.weaver import Weaver, pool_logits
 from tfm_jax.training.checkpoint import Checkpoints
 from tfm_jax.training.continuations import Continuations
 from tfm_jax.training.dflash import Batch, accepted_length, draft_blocks, sample_anchors
-from tfm_jax.training.losses import drawing_noise, lk_loss, mean_over, pool_terms, tree_reach
+from tfm_jax.training.losses import (
+    drawing_noise,
+    lk_loss,
+    mean_over,
+    pool_terms,
+    tree_reach,
+    without_padding,
+)
 from tfm_jax.training.parallel import Spread
 from tfm_jax.training.report import Record
 from tfm_jax.training.settings import check_count, check_number, check_share
@@ -85,8 +92,9 @@ class PathScores:
       ids: [..., D, P] int32.
       prior: [..., D, P] float32 drafter's logits, -inf outside the pool.
       logits: [..., D, P] float32 Weaver's logits, -inf outside the pool.
-      target: [..., D, P] float32 log-probabilities of the verifier over the whole vocabulary, at
-        the temperature of the text; they sum to the mass of the candidates.
+      target: [..., D, P] float32 log-probabilities that the verifier drew the text by: at
+        temperature 1 its own over all tokens, at 0 the path's token alone. They sum to the mass of
+        the candidates.
       label: [..., D] int32, the path's own next token.
     """
 
@@ -105,6 +113,7 @@ def train_weaver(
     optimiser: OptimiserConfig,
     recipe: WeaverRecipe,
     *,
+    vocab_limit: int,
     start: dict[str, np.ndarray] | None = None,
     seed: int = 0,
     log: Path | None = None,
@@ -122,26 +131,27 @@ def train_weaver(
       texts: the verifier's own. Those without room for a path are left out and counted.
       optimiser: optimiser and number of steps.
       recipe: loss and batch.
+      vocab_limit: ids from here on are padding, see `Model.vocab_limit`.
       start: parameters to start from, by dotted path; random ones if not given.
       seed: of the initial weights, the anchors and the order of the texts.
       log, log_every, seconds, checkpoints, on_record, spread: see `fit`.
 
     Raises:
-      ValueError: no text has room for a path after its prompt, a token is unknown to the
-        verifier, or the depths do not fit.
+      ValueError: no text has room for a path after its prompt, one holds padding or was drawn at
+        another temperature than 0 or 1, or the depths do not fit.
     """
     if config.depth > drafter.config.depth:
         raise ValueError(
             f"the Weaver scores {config.depth} depths, the drafter drafts {drafter.config.depth}"
         )
-    texts.check(verifier.config.vocab_size)
+    texts.check(vocab_limit)
     usable, facts = texts.counted(config.depth, "weaver")
     rows = usable.batches(recipe.rows, seed)
     spread = spread or Spread()
     frozen = spread.copy(Trio(verifier=verifier, drafter=drafter))
     return fit(
         initial_weaver(config, start, seed),
-        weaver_objective(config, recipe),
+        weaver_objective(config, recipe, vocab_limit=vocab_limit),
         lambda step: (frozen, spread.split(rows(step))),
         optimiser,
         seed=seed,
@@ -174,20 +184,20 @@ def initial_weaver(
     return {path: jnp.asarray(start[path], jnp.float32) for path in params}
 
 
-def weaver_objective(config: WeaverConfig, recipe: WeaverRecipe) -> Loss:
+def weaver_objective(config: WeaverConfig, recipe: WeaverRecipe, *, vocab_limit: int) -> Loss:
     """`weaver_loss` as a function of parameters, (networks, texts) and key."""
     graph, _ = nnx.split(nnx.eval_shape(lambda: Weaver(config, rngs=nnx.Rngs(0))))
 
     def loss(params: Params, batch: Any, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         frozen, texts = batch
         trio = dataclasses.replace(frozen, weaver=fill(graph, params))
-        return weaver_loss(trio, texts, key, recipe)
+        return weaver_loss(trio, texts, key, recipe, vocab_limit=vocab_limit)
 
     return loss
 
 
 def weaver_loss(
-    trio: Trio, texts: Batch, key: jax.Array, recipe: WeaverRecipe
+    trio: Trio, texts: Batch, key: jax.Array, recipe: WeaverRecipe, *, vocab_limit: int
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Loss of a batch of texts and its metrics, those of the plain marginals beside them.
 
@@ -196,13 +206,15 @@ def weaver_loss(
       texts: see `Continuations.batches`.
       key: of the anchors.
       recipe: loss and number of anchors.
+      vocab_limit: static; ids from here on are padding.
     """
 
     def one(
         tokens: jax.Array, first: jax.Array, temperature: jax.Array, key: jax.Array
     ) -> tuple[PathScores, jax.Array]:
         anchors, keep = sample_anchors(key, first, tokens.shape[0] - trio.depth, recipe.anchors)
-        return path_scores(trio, tokens, anchors, keep, temperature), keep
+        scores = path_scores(trio, tokens, anchors, keep, temperature, vocab_limit=vocab_limit)
+        return scores, keep
 
     rows = texts["tokens"].shape[0]
     keys = jax.random.split(key, rows)
@@ -245,7 +257,13 @@ def weaver_loss(
 
 
 def path_scores(
-    trio: Trio, tokens: jax.Array, anchors: jax.Array, keep: jax.Array, temperature: jax.Array
+    trio: Trio,
+    tokens: jax.Array,
+    anchors: jax.Array,
+    keep: jax.Array,
+    temperature: jax.Array,
+    *,
+    vocab_limit: int,
 ) -> PathScores:
     """Scores along the true path after each of N anchors of one text.
 
@@ -256,7 +274,8 @@ def path_scores(
       trio: the networks; gradients reach the Weaver alone.
       tokens: [T] int32.
       anchors, keep: [N], from `sample_anchors`.
-      temperature: float32 scalar that the text was drawn at. At 0 the target is the token itself.
+      temperature: float32 scalar that the text was drawn at, 0 or 1.
+      vocab_limit: static; ids from here on are padding and no candidates.
     """
     verifier, drafter, weaver = trio.verifier, trio.drafter, trio.weaver
     assert drafter is not None
@@ -270,8 +289,9 @@ def path_scores(
         hidden.final[anchors - 1], drafted, verifier.embed_tokens(tokens[path])
     )
     label = tokens[path + 1]
-    ids, prior, logits = _candidates(verifier, drafted, query, weaver.config.candidate_pool_size)
-    target = verifier.logits(hidden.final)
+    pool = weaver.config.candidate_pool_size
+    ids, prior, logits = _candidates(verifier, drafted, query, pool, vocab_limit)
+    target = without_padding(verifier.logits(hidden.final), vocab_limit)
     target = jax.nn.log_softmax(target, axis=-1)[path]  # [N, D, V]
     if ids.shape[-1] != target.shape[-1]:
         target = jnp.take_along_axis(target, ids, axis=-1)
@@ -304,7 +324,7 @@ def path_log_probs(scores: PathScores, key: jax.Array | None = None) -> jax.Arra
 
 
 def _candidates(
-    verifier: Verifier, drafted: jax.Array, query: jax.Array, pool: int
+    verifier: Verifier, drafted: jax.Array, query: jax.Array, pool: int, vocab_limit: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Candidates of states and queries [N, D, H]: ids, drafter's logits, Weaver's logits.
 
@@ -314,6 +334,7 @@ def _candidates(
     rows = verifier.output_rows
     vocab = rows.shape[0]
     prior = project(drafted, rows, out_dtype=jnp.float32)  # [N, D, V]
+    prior = without_padding(prior, vocab_limit)
     if vocab > _DENSE * pool:
         prior, ids = jax.lax.top_k(prior, pool)
         return ids, prior, jax.vmap(pool_logits)(query, prior, rows[ids])
