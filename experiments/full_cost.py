@@ -74,7 +74,7 @@ class Setting:
     @property
     def shape(self) -> TreeConfig:
         budget = max(self.budget, 1)
-        return shape_for(self.method, TreeConfig(budget=budget, expand=-(-budget // 16)))
+        return TreeConfig(budget=budget, expand=-(-budget // 16))
 
     @property
     def name(self) -> str:
@@ -119,7 +119,8 @@ class Bench:
 
     def _compile(self, setting: Setting) -> Callable:
         trio = networks_for(self.model.trio, setting.method)
-        return compile_loop(trio, setting.method, setting.shape, self.capacity)
+        shape = shape_for(trio, setting.method, setting.shape)
+        return compile_loop(trio, setting.method, shape, self.capacity)
 
     def run(
         self,

@@ -43,7 +43,7 @@ from tfm_jax.decoding.commit import commit
 from tfm_jax.decoding.draft import draft
 from tfm_jax.decoding.generate import bucket
 from tfm_jax.decoding.prefill import prefill
-from tfm_jax.decoding.round import draft_depth, propose, shape_for, take
+from tfm_jax.decoding.round import accept_within, draft_depth, grow_tree, shape_for
 from tfm_jax.decoding.state import (
     DecodeState,
     Request,
@@ -100,7 +100,7 @@ class Bench:
         depth = draft_depth(networks_for(self.trio, method), method)
         budget = min(budget, depth) if method == "dflash" else budget
         shape = TreeConfig(budget=max(budget, 1), expand=-(-budget // 16))
-        return Setting(method=method, shape=shape_for(method, shape), context=context)
+        return Setting(method=method, shape=shape_for(self.trio, method, shape), context=context)
 
     def settings(
         self, methods: list[str], budgets: list[int], contexts: list[int]
@@ -308,13 +308,16 @@ def compile_phase(bench: Bench, phase: Phase, context: int) -> Chain:
 
     def proposed(token, trio, state):
         assert phase.shape is not None
-        return (propose(trio, late(state, token), request, method, phase.shape),)
+        state = late(state, token)
+        pools = draft(trio, state, request, phase.shape.pool)
+        anchor = state.tokens[state.length]
+        return (grow_tree(trio, anchor, pools, state.hidden, method, phase.shape),)
 
     def verified(token, trio, state):
         return (verify(trio, late(state, token), tree, request, depth),)
 
     def committed(token, state, trio, verification):
-        acceptance = take(state, tree, verification, request, depth)
+        acceptance = accept_within(state, tree, verification, request, depth)
         chain = jnp.minimum(jnp.arange(depth + 1), depth // 2)
         acceptance = Acceptance(
             path=chain,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fractions
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -133,6 +134,46 @@ def test_lists_and_numbers_of_other_libraries_are_taken():
 def test_a_width_without_rotation_is_refused():
     with pytest.raises(ConfigError, match=r"must be even and positive, got 24 \* 0\.01"):
         dataclasses.replace(VERIFIER, partial_rotary_factor=0.01)
+
+
+@pytest.mark.parametrize("network", ["verifier", "drafter"])
+@pytest.mark.parametrize(
+    ("section", "entries", "message"),
+    [
+        ("rope_scaling", {"type": "yarn", "factor": 4}, "rope_scaling.type must be 'default'"),
+        ("rope_scaling", {"rope_type": "yarn"}, "rope_scaling.rope_type must be 'default'"),
+        ("rope_scaling", {"factor": 4.0}, "rope_scaling.factor is not supported, got 4.0"),
+        ("rope_parameters", {"rope_type": "yarn"}, "rope_parameters.rope_type must be 'default'"),
+        ("rope_parameters", {"factor": 64}, "rope_parameters.factor is not supported, got 64"),
+    ],
+)
+def test_other_rotary_positions_are_refused_wherever_they_are_named(
+    network, section, entries, message
+):
+    config = published(network)
+    config[section] = (config.get(section) or {}) | entries
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        read(network, config)
+    default = {"rope_type": "default", "type": "default", "factor": 1}
+    config[section] |= default
+    read(network, config)
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes", "message"),
+    [
+        (VERIFIER, {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be at least 2"),
+        (DRAFTER, {"head_dim": 15}, "head_dim must be even, got 15"),
+        (
+            WEAVER,
+            {"variant": "rope_swiglu", "d_rank": 27, "num_heads": 3},
+            "must be of even size, got d_rank / num_heads = 27 / 3",
+        ),
+    ],
+)
+def test_sizes_that_no_layer_takes_are_refused(config, sizes, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        dataclasses.replace(config, **sizes)
 
 
 @pytest.mark.parametrize("budget", [MAX_BUDGET + 1, 1_000_000, 2**31])

@@ -35,9 +35,12 @@ def test_greedy_texts_equal_plain_decoding(pocket, domain):
 
 
 def test_the_embedded_trio_drafts_well_and_changes_nothing(pocket):
-    """A floor for acceptance: a fault that keeps texts right would show here."""
+    """A floor for acceptance: a fault that keeps texts right would show here.
+
+    Without the noise of the targets the second one would be 2.2.
+    """
     tree = tfm_jax.TreeConfig(budget=24, expand=3)
-    for sampling, floor in ((Sampling(), 3.0), (Sampling(temperature=1.0, seed=5), 1.7)):
+    for sampling, floor in ((Sampling(), 3.0), (Sampling(temperature=1.0, seed=5), 2.7)):
         runs = {
             method: [
                 pocket.generate(

@@ -139,6 +139,10 @@ class VerifierConfig:
                 "head_dim * partial_rotary_factor must be even and positive, "
                 f"got {self.head_dim} * {self.partial_rotary_factor}"
             )
+        if self.linear_conv_kernel_dim < 2:
+            raise ConfigError(
+                f"linear_conv_kernel_dim must be at least 2, got {self.linear_conv_kernel_dim}"
+            )
         ids = token_ids("eos_token_ids", self.eos_token_ids, self.vocab_size)
         object.__setattr__(self, "eos_token_ids", ids)
 
@@ -176,9 +180,8 @@ class VerifierConfig:
         _refuse(text, "attn_output_gate", True)
         _refuse(text, "hidden_act", "silu")
         _refuse(text, "output_gate_type", "swish")
+        _refuse_scaled_rope(text)
         rope = _section(text, "rope_parameters") or _section(text, "rope_scaling")
-        if rope.get("rope_type", "default") != "default":
-            raise ConfigError(f"rope_type must be 'default', got {rope['rope_type']!r}")
         interval = _obey(_SIZE, "full_attention_interval", text.get("full_attention_interval", 4))
         rows = _obey(_SIZE, "vocab_size", _need(text, "vocab_size"))
         eos = text.get("eos_token_id", config.get("eos_token_id"))
@@ -265,6 +268,8 @@ class DrafterConfig:
             raise ConfigError(f"layer_types may hold {SLIDING!r} and {FULL!r}, got {unknown}")
         if SLIDING in self.layer_types and self.sliding_window is None:
             raise ConfigError("sliding layers need a positive sliding_window, got None")
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim must be even, got {self.head_dim}")
         _check_divides("num_attention_heads", self.num_attention_heads, self.num_key_value_heads)
         ids = self.target_layer_ids
         if len(set(ids)) != len(ids):
@@ -308,8 +313,7 @@ class DrafterConfig:
             raise ConfigError("this is a DFlash 2 checkpoint; only DFlash 1 is supported")
         _refuse(config, "attention_bias", False)
         _refuse(config, "hidden_act", "silu")
-        if config.get("rope_scaling"):
-            raise ConfigError(f"rope_scaling must be null, got {config['rope_scaling']!r}")
+        _refuse_scaled_rope(config)
         for name in ("mask_token_id", "target_layer_ids"):
             if find(name) is None:
                 raise ConfigError(f"the drafter's config.json has no {name}; it is never guessed")
@@ -388,6 +392,11 @@ class WeaverConfig:
         if self.gelu not in ("tanh", "erf"):
             raise ConfigError(f"gelu must be tanh or erf, got {self.gelu!r}")
         _check_divides("d_rank", self.d_rank, self.num_heads)
+        if self.variant == "rope_swiglu" and self.head_dim % 2:
+            raise ConfigError(
+                "heads of variant rope_swiglu must be of even size, got d_rank / num_heads = "
+                f"{self.d_rank} / {self.num_heads}"
+            )
 
     @property
     def head_dim(self) -> int:
@@ -594,6 +603,17 @@ def _need(config: Mapping[str, Any], name: str) -> Any:
     if value is None:
         raise ConfigError(f"the configuration has no {name}")
     return value
+
+
+def _refuse_scaled_rope(config: Mapping[str, Any]) -> None:
+    """Refuses rotary positions of another kind, under any name that they have been given."""
+    for name in ("rope_parameters", "rope_scaling"):
+        section = _section(config, name)
+        for key in ("rope_type", "type"):
+            if section.get(key, "default") != "default":
+                raise ConfigError(f"{name}.{key} must be 'default', got {section[key]!r}")
+        if section.get("factor", 1) != 1:
+            raise ConfigError(f"{name}.factor is not supported, got {section['factor']!r}")
 
 
 def _refuse(config: Mapping[str, Any], name: str, supported: Any) -> None:

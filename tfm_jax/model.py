@@ -240,7 +240,7 @@ class Model:
         return _Run(
             trio=trio,
             method=method,
-            shape=shape_for(method, tree),
+            shape=shape_for(trio, method, tree),
             tokens=tokens,
             request=make_request(
                 sampling,

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from tfm_jax.config import Sampling, TreeConfig
-from tfm_jax.decoding.round import propose
+from tfm_jax.decoding.round import speculate
 from tfm_jax.decoding.state import Trio
 from tfm_jax.model import Model
 from tfm_jax.models.weaver import Weaver
@@ -44,9 +44,9 @@ def test_trees_are_those_of_the_module(tiny_trio, rotary, prompt, variant):
     run = Model(trio=trio, tokenizer=None, end_tokens=())._prepare(
         prompt, 20, "tfm", SHAPE, Sampling(temperature=0.7), None
     )
-    grow = jax.jit(propose, static_argnums=(3, 4))
-    plain = grow(trio, state, run.request, "tfm", SHAPE)
-    folded = grow(fused(trio), state, run.request, "tfm", SHAPE)
+    round_ = jax.jit(speculate, static_argnums=(3, 4))
+    _, plain, _ = round_(trio, state, run.request, "tfm", SHAPE)
+    _, folded, _ = round_(fused(trio), state, run.request, "tfm", SHAPE)
     for name in ("token", "parent", "depth", "rank", "valid"):
         np.testing.assert_array_equal(getattr(plain, name), getattr(folded, name), name)
     np.testing.assert_allclose(plain.score, folded.score, atol=1e-4)

@@ -12,9 +12,11 @@ import pytest
 from tfm_jax.config import Sampling, TreeConfig
 from tfm_jax.decoding.accept import accept
 from tfm_jax.decoding.commit import commit
-from tfm_jax.decoding.generate import decode, rounds_limit, text_so_far
-from tfm_jax.decoding.prefill import prefill
-from tfm_jax.decoding.round import METHODS, speculate
+from tfm_jax.decoding.draft import draft
+from tfm_jax.decoding.generate import bucket, decode, rounds_limit, text_so_far
+from tfm_jax.decoding.prefill import _set_anchor, plan, prefill, rows_touched
+from tfm_jax.decoding.round import METHODS, shape_for, speculate
+from tfm_jax.decoding.sampling import position_noise
 from tfm_jax.decoding.state import DecodeState, Trio, make_request, networks_for
 from tfm_jax.decoding.verify import verify
 from tfm_jax.tree import Tree
@@ -164,24 +166,79 @@ def test_sampled_text_is_the_same_in_every_method(tiny_trio, prompt):
     assert len(set(map(tuple, texts.values()))) == 1, texts
 
 
-def test_shared_noise_accepts_what_a_perfect_drafter_knows(tiny_trio, prompt):
-    """The pool noise is the target's own: with the target's logits as pools all is accepted."""
-    from tfm_jax.decoding.draft import Draft
-
-    sampling = Sampling(temperature=1.0, seed=3, shared_noise=True)
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_drafts_know_the_temperature_and_the_noise_of_their_targets(
+    tiny_trio, prompt, temperature, shared
+):
+    """Row d of the pools stands for position length + 1 + d, where the target adds that noise."""
+    sampling = Sampling(temperature=temperature, seed=3, shared_noise=shared)
     request = request_for(prompt, 24, sampling)
+    state = prefill(networks_for(tiny_trio, "tfm"), prompt, CAPACITY)
+    drafted = draft(tiny_trio, state, request, 16)
+    positions = len(prompt) + jnp.arange(tiny_trio.depth)  # the anchor is the prompt's last token
+    noise = np.zeros((tiny_trio.depth, 83))
+    if shared and temperature:
+        noise = np.asarray(position_noise(request, positions, 83))
+    ids = np.asarray(drafted.ids)
+    np.testing.assert_array_equal(drafted.noise, np.take_along_axis(noise, ids, axis=1))
+    assert float(drafted.temperature) == (np.float32(temperature) if temperature else 1)
+    scores = np.asarray(drafted.logits) / float(drafted.temperature) + drafted.noise
+    expected = scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(drafted.marginals, expected, atol=1e-5)
+
+
+def test_a_prompt_is_read_without_a_second_copy_of_the_caches(tiny_trio, prompt):
     trio = networks_for(tiny_trio, "ar")
     state = prefill(trio, prompt, CAPACITY)
-    from tfm_jax.decoding.sampling import position_noise
+    held = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state.caches)]
+    state = _set_anchor(state, jnp.int32(1))
+    assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state.caches)] == held
 
-    logits = trio.verifier.logits(trio.verifier.forward(jnp.asarray(prompt)).final)[-1:, :82]
-    noise = position_noise(request, state.length + 1 + jnp.arange(1), 83)[:, :82]
-    draft = Draft(
-        hidden=jnp.zeros((1, 40)),
-        ids=jnp.arange(82)[None],
-        logits=logits,
-        noise=noise,
-        temperature=jnp.float32(1.0),
-    )
-    state = decode(trio, state, request, rounds_limit(1), method="ar", shape=SHAPE)
-    assert int(draft.marginals[0].argmax()) == text_so_far(state, len(prompt))[0]
+
+@pytest.mark.parametrize(
+    ("length", "pieces"),
+    [
+        (0, []),
+        (64, [(0, 64, 64)]),
+        (65, [(0, 64, 64), (64, 64, 1)]),
+        (192, [(0, 64, 64), (64, 64, 64), (128, 64, 64)]),
+        (193, [(0, 512, 193)]),
+        (577, [(0, 512, 512), (512, 64, 64), (576, 64, 1)]),
+    ],
+)
+def test_a_prompt_is_cut_into_few_rows(length, pieces):
+    assert list(plan(length)) == pieces
+    assert rows_touched(length) == sum(rows for _, rows, _ in pieces)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "total", "depth", "rows"),
+    [
+        (10, 20, 0, 256 + 64),
+        (10, 256, 15, 256 + 64),
+        (10, 257, 15, 512 + 64),
+        (300, 301, 15, 512 + 64),
+        (9, 4096, 15, 4096 + 64),  # not twice as many for a round beyond the text
+        (9, 262144, 70, 262144 + 128),
+    ],
+)
+def test_caches_are_of_a_few_sizes(prompt, total, depth, rows):
+    assert bucket(prompt, total, depth) == rows
+    assert rows >= max(total + depth + 1, rows_touched(prompt - 1))
+
+
+def test_shapes_that_grow_the_same_trees_are_one(tiny_trio):
+    many = TreeConfig(budget=3, expand=4096, children=99, pool=500)
+    assert shape_for(tiny_trio, "tfm", many) == TreeConfig(budget=3, expand=3, children=83, pool=83)
+    for method, budget in (("dflash", tiny_trio.depth), ("ddtree", 63)):
+        found = shape_for(tiny_trio, method, TreeConfig(budget=63, expand=7, pool=16))
+        assert found == TreeConfig(budget=budget, pool=16)
+    assert shape_for(tiny_trio, "ar", many) == TreeConfig()
+
+
+def test_noise_has_no_ceiling(prompt):
+    """With 23 bits no draw would exceed 15.95; of 8 million some do."""
+    request = request_for(prompt, 24, Sampling(temperature=1.0, seed=1))
+    noise = position_noise(request, jnp.arange(2), 2**22)
+    assert float(noise.max()) > 15.95

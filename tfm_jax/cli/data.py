@@ -104,6 +104,11 @@ def _continuations(options: ContinuationOptions) -> None:
     check_seed(options.seed)
     check_new_file(options.out)
     settings = {} if options.config is None else read_settings(options.config)
+    if settings.get("continuations", {}).get("given"):
+        raise ValueError(
+            f"{options.config}: continuations.given adds windows of the corpus to what is trained "
+            "on; they are not written to a file, leave it out here"
+        )
     stage = stage_settings(settings, "continuations")
     model = DeviceOptions(dtype=options.dtype).load(options.model)
     seconds = stage.get("seconds") if options.seconds is None else options.seconds

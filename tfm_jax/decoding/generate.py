@@ -19,6 +19,7 @@ from tfm_jax.decoding.round import speculate
 from tfm_jax.decoding.state import DecodeState, Request, Trio
 
 _SMALLEST = 256
+_BEYOND = 64  # kernels read blocks of so many rows without a mask where they fill the cache
 _MAKING = threading.Lock()  # loops of many shapes are compiled in threads, all at once
 # What a loop is made of. XLA leaves WHILE out of CUDA graphs unless told.
 _IN_GRAPHS = (
@@ -99,15 +100,18 @@ def _one_graph() -> dict[str, Any] | None:
 
 
 def bucket(prompt: int, total: int, depth: int) -> int:
-    """Cache capacity for a request: a power of two, so that few programs serve all lengths.
+    """Cache capacity for a request, of a few sizes, so that few programs serve all lengths.
+
+    A power of two for the text, and room beyond it for a round: a text that fills its power
+    would else take twice the cache.
 
     Args:
       prompt: tokens of the prompt.
       total: tokens of prompt and answer.
       depth: deepest tree node; a round writes that many rows beyond the text.
     """
-    needed = max(total + depth + 1, rows_touched(prompt - 1), _SMALLEST)
-    return 1 << (needed - 1).bit_length()
+    text = max(total, rows_touched(prompt - 1), _SMALLEST)
+    return (1 << (text - 1).bit_length()) + -(-(depth + 1) // _BEYOND) * _BEYOND
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

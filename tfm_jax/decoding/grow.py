@@ -10,7 +10,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.weaver_step import Pools, weaver_grow
+from pallas_kernels.weaver_step import Pools, growth_rows, weaver_grow
 from tfm_jax.config import TreeConfig
 from tfm_jax.decoding.draft import Draft
 from tfm_jax.decoding.state import Trio
@@ -72,7 +72,7 @@ def grow(
     """
     chex.assert_rank(ids, 2)
     depth_limit, pool = ids.shape
-    width, rows = round_width(config), slots(config)
+    width, rows = min(config.expand, config.budget), slots(config)
     rounds = (rows - 1) // width
     children = min(config.children, pool)
     entries = rows * children
@@ -159,14 +159,8 @@ def grow(
 
 
 def slots(config: TreeConfig) -> int:
-    """Rows in use while a tree grows: the root and full rounds of `expand` nodes."""
-    width = round_width(config)
-    return 1 + -(-config.budget // width) * width
-
-
-def round_width(config: TreeConfig) -> int:
-    """Nodes taken at once: never more than the whole budget."""
-    return min(config.expand, config.budget)
+    """Rows in use while a tree of this shape grows."""
+    return growth_rows(config.budget, config.expand)
 
 
 def marginal_scorer(logprobs: jax.Array) -> Scorer:

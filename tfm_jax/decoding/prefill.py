@@ -11,15 +11,16 @@ import numpy as np
 
 from tfm_jax.decoding.state import DecodeState, Trio, empty_state
 
-PIECES = (64, 512)
+SMALL, LARGE = 64, 512  # rows of a piece
+_SMALL_ONES = 3  # so many small pieces at the end take less time than a large one
 
 
 def plan(length: int) -> Iterator[tuple[int, int, int]]:
-    """Splits `length` rows into (start, rows, real rows): full large pieces, then a remainder."""
+    """Splits `length` rows into (start, rows, real rows): large pieces, then a few small ones."""
     start = 0
     while start < length:
         left = length - start
-        rows = next((size for size in PIECES if size >= left), PIECES[-1])
+        rows = SMALL if left <= _SMALL_ONES * SMALL else LARGE
         yield start, rows, min(rows, left)
         start += rows
 
@@ -81,11 +82,12 @@ def _append_with_logits(
     return state, trio.verifier.logits(hidden.final)
 
 
-@jax.jit
-def _set_anchor(state: DecodeState, token: jax.Array) -> DecodeState:
+def _with_anchor(state: DecodeState, token: jax.Array) -> DecodeState:
     return dataclasses.replace(state, tokens=state.tokens.at[state.length].set(token))
 
 
+# Donated all along: a state that were copied would be there twice.
+_set_anchor = jax.jit(_with_anchor, donate_argnums=0)
 _append = jax.jit(append, donate_argnums=1)
 _append_scored = jax.jit(_append_with_logits, donate_argnums=1)
 _empty = jax.jit(empty_state, static_argnums=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal, get_args
 
 import jax
@@ -30,22 +31,15 @@ def speculate(
     trio: Trio, state: DecodeState, request: Request, method: str, shape: TreeConfig
 ) -> tuple[DecodeState, Tree, Acceptance]:
     """Runs one round and returns the next state, and what was drafted and accepted."""
-    depth = draft_depth(trio, method)
-    tree = propose(trio, state, request, method, shape)
+    depth, anchor = draft_depth(trio, method), state.tokens[state.length]
+    if method == "ar":  # plain decoding: a tree that is the anchor alone
+        tree = plant(anchor, 1)
+    else:
+        drafted = draft(trio, state, request, shape.pool)
+        tree = grow_tree(trio, anchor, drafted, state.hidden, method, shape)
     verification = verify(trio, state, tree, request, depth)
-    acceptance = take(state, tree, verification, request, depth)
+    acceptance = accept_within(state, tree, verification, request, depth)
     return commit(trio, state, tree, verification, acceptance, request), tree, acceptance
-
-
-def propose(
-    trio: Trio, state: DecodeState, request: Request, method: str, shape: TreeConfig
-) -> Tree:
-    """Drafts and grows the method's tree. Plain decoding is a tree that is the anchor alone."""
-    anchor = state.tokens[state.length]
-    if method == "ar":
-        return plant(anchor, 1)
-    drafted = draft(trio, state, request, shape.pool)
-    return grow_tree(trio, anchor, drafted, state.hidden, method, shape)
 
 
 def grow_tree(
@@ -76,7 +70,7 @@ def grow_tree(
     return grow(anchor, drafted.ids, scorer, memory, shape)
 
 
-def take(
+def accept_within(
     state: DecodeState, tree: Tree, verification: Verification, request: Request, depth: int
 ) -> Acceptance:
     """Accepts what the request still has room for."""
@@ -89,13 +83,24 @@ def take(
     )
 
 
-def shape_for(method: str, shape: TreeConfig) -> TreeConfig:
-    """The shape with everything the method does not use at its default: one program for all."""
+def shape_for(trio: Trio, method: str, shape: TreeConfig) -> TreeConfig:
+    """The shape that stands for all that grow the same trees: one program serves them.
+
+    What the method does not use is at its default, what exceeds the trio's sizes is cut to them.
+    """
     if method == "ar":
         return TreeConfig()
-    if method == "tfm":
-        return shape
-    return TreeConfig(budget=shape.budget, pool=shape.pool)
+    pool = min(shape.pool, trio.verifier.config.vocab_size)
+    if method == "dflash":
+        return TreeConfig(budget=min(shape.budget, trio.depth), pool=pool)
+    if method == "ddtree":
+        return TreeConfig(budget=shape.budget, pool=pool)
+    return dataclasses.replace(
+        shape,
+        expand=min(shape.expand, shape.budget),
+        children=min(shape.children, pool),
+        pool=pool,
+    )
 
 
 def draft_depth(trio: Trio, method: str) -> int:

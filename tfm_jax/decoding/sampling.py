@@ -20,7 +20,9 @@ def position_noise(request: Request, positions: jax.Array, vocab: int) -> jax.Ar
     key = jax.random.key(request.seed)
 
     def at(position: jax.Array) -> jax.Array:
-        return jax.random.gumbel(jax.random.fold_in(key, position), (vocab,), jnp.float32)
+        own = jax.random.fold_in(key, position)
+        # The default mode's 23 bits end at 15.9: in a large vocabulary several tokens would tie.
+        return jax.random.gumbel(own, (vocab,), jnp.float32, mode="high")
 
     return jax.vmap(at)(positions)
 
@@ -76,15 +78,20 @@ def filter_logits(scaled: jax.Array, request: Request) -> jax.Array:
     always stays.
     """
     vocab = scaled.shape[-1]
-    order = jnp.argsort(-scaled, axis=-1, stable=True)
-    ranked = jnp.take_along_axis(scaled, order, axis=-1)
+    ranked = jnp.sort(scaled, axis=-1, descending=True)
     k = jnp.where(request.top_k > 0, request.top_k, vocab)
-    ranked = jnp.where(jnp.arange(vocab) < k, ranked, -jnp.inf)
+    within = jnp.arange(vocab) < k
+    ranked = jnp.where(within, ranked, -jnp.inf)
     probability = jax.nn.softmax(ranked, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
     # Not by top_p alone: it may round to zero, and the running sum may reach one early.
     keep = (before < request.top_p) | (request.top_p >= 1) | (jnp.arange(vocab) == 0)
-    keep &= probability >= request.min_p * probability[:, :1]
-    ranked = jnp.where(keep, ranked, -jnp.inf)
-    back = jnp.argsort(order, axis=-1)
-    return jnp.take_along_axis(ranked, back, axis=-1)
+    keep &= within & (probability >= request.min_p * probability[:, :1])
+    # What is kept is the front of the ranking: all above its last value, and of those that are
+    # equal to that the first few.
+    count = jnp.sum(keep, axis=-1, keepdims=True)
+    last = jnp.take_along_axis(ranked, count - 1, axis=-1)
+    above, level = scaled > last, scaled == last
+    room = count - jnp.sum(above, axis=-1, keepdims=True)
+    kept = above | (level & (jnp.cumsum(level, axis=-1) <= room))
+    return jnp.where(kept, scaled, -jnp.inf)

@@ -26,6 +26,7 @@ from tfm_jax.models.layers import (
     attend,
     rotate,
     stack_projections,
+    write_rows,
 )
 
 
@@ -249,8 +250,8 @@ class Drafter(nnx.Module):
         made = self._keys_values(context, start + jnp.arange(rows))
         keys, values = [], []
         for key, value, (k, v) in zip(cache.key, cache.value, made, strict=True):
-            keys.append(_write(key, k, start))
-            values.append(_write(value, v, start))
+            keys.append(write_rows(key, k, start))
+            values.append(write_rows(value, v, start))
         return DrafterCache(key=tuple(keys), value=tuple(values))
 
     def __call__(
@@ -356,7 +357,3 @@ class Drafter(nnx.Module):
             raise ValueError(
                 f"block embeddings must be {shape} with H = {hidden}, got {embeddings.shape}"
             )
-
-
-def _write(cache: jax.Array, rows: jax.Array, start: jax.Array | int) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(cache, rows.astype(cache.dtype), start, axis=1)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.gdn_tree.scales import FORGET
 from pallas_kernels.triangular import unit_lower_inverse
 from tfm_jax.models.layers import EXACT
 
@@ -51,6 +52,7 @@ def chunked_delta_rule(
     Returns:
       out [T, HV, DV] and the state after the last row.
     """
+    g = jnp.maximum(g, FORGET)
     rows, key_heads, key_size = k.shape
     value_heads, value_size = v.shape[1:]
     ratio = value_heads // key_heads

@@ -179,6 +179,11 @@ def stack_projections(network: nnx.Module) -> None:
             module.stack()
 
 
+def write_rows(cache: jax.Array, rows: jax.Array, start: jax.Array | int) -> jax.Array:
+    """The cache [heads, S, D] with rows [heads, T, D] from row `start` on, in its own dtype."""
+    return jax.lax.dynamic_update_slice_in_dim(cache, rows.astype(cache.dtype), start, axis=1)
+
+
 def rotate(x: jax.Array, positions: jax.Array, theta: float, width: int) -> jax.Array:
     """Rotary embedding of the first `width` channels, halves paired (j, j + width / 2).
 

@@ -27,6 +27,7 @@ from tfm_jax.models.layers import (
     RMSNorm,
     attend,
     project,
+    write_rows,
 )
 from tfm_jax.tree import Topology
 
@@ -329,7 +330,8 @@ class DecoderLayer(nnx.Module):
             mixed, own = self.self_attn.attend(h, start + rows, causal, cache, start)
             mixed = self.self_attn.o_proj(mixed)
             cache = KVCache(
-                key=_write(cache.key, own.key, start), value=_write(cache.value, own.value, start)
+                key=write_rows(cache.key, own.key, start),
+                value=write_rows(cache.value, own.value, start),
             )
         return self._finish(x + mixed), cache
 
@@ -485,7 +487,3 @@ def _verify_layer(
 def _hidden(final: jax.Array, features: dict[int, jax.Array], taps: tuple[int, ...]) -> Hidden:
     tapped = [features[i] for i in taps] or [final[:, :0]]
     return Hidden(final=final, features=jnp.concatenate(tapped, axis=-1))
-
-
-def _write(cache: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(cache, rows.astype(cache.dtype), start, axis=1)

@@ -24,7 +24,7 @@ from pallas_kernels.weaver_step import (
     Weights,
 )
 from tfm_jax.config import WeaverConfig
-from tfm_jax.models.layers import EXACT, Linear, attend, rms_norm, rotate
+from tfm_jax.models.layers import EXACT, Linear, attend, rms_norm, rotate, write_rows
 
 EPS = 1e-6
 
@@ -218,8 +218,8 @@ class Weaver(nnx.Module):
         keys, values = [], []
         for block, old_key, old_value in zip(self.blocks, memory.key, memory.value, strict=True):
             query, key, value = block.heads(x, depths + 1)
-            keys.append(_write(old_key, key, prefix + start))
-            values.append(_write(old_value, value, prefix + start))
+            keys.append(write_rows(old_key, key, prefix + start))
+            values.append(write_rows(old_value, value, prefix + start))
             x = block(x, query, keys[-1], values[-1], visible)
         return WeaverMemory(key=tuple(keys), value=tuple(values)), self._query(x)
 
@@ -335,7 +335,3 @@ def _projection(linear: Linear, norm: BiasedRMSNorm | None = None) -> Projection
         bias=None if linear.bias is None else linear.bias[...],
         norm=None if norm is None else norm.growth_weights(),
     )
-
-
-def _write(memory: jax.Array, rows: jax.Array, start: jax.Array | int) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(memory, rows.astype(memory.dtype), start, axis=1)
