@@ -22,6 +22,8 @@ from pallas_kernels.weaver_step.state import (
     plant,
 )
 
+_WRITTEN_OUT = 64  # rounds: beyond, a program that is compiled soon is worth a loop's launches
+
 
 def weaver_grow(
     root: jax.Array,
@@ -54,13 +56,15 @@ def weaver_grow(
       expand: nodes taken and expanded at once.
       children: offers of an expanded node, at most P are made.
       activation: of the blocks' MLP.
-      implementation: "auto" takes "pallas" on a GPU that supports `expand`, else "xla". "pallas"
-        runs interpreted on a CPU. "reference" walks in float64 on the host, outside `jax.jit`.
+      implementation: "auto" takes "pallas" on a GPU, "xla" elsewhere and beyond what the kernels
+        support: 16 nodes at once, pools of 1024, and 288 memory rows, enough for a budget of 256
+        under a prefix of 16. "pallas" runs interpreted on a CPU. "reference" walks in float64 on
+        the host, outside `jax.jit`.
 
     Raises:
       TypeError: an argument of a type not listed.
       ValueError: shapes that do not belong together, or an unknown option.
-      NotImplementedError: "pallas" on a device or shape it does not support.
+      NotImplementedError: "pallas" on a device or size it does not support.
     """
     for name, number in (("budget", budget), ("expand", expand), ("children", children)):
         if not isinstance(number, int) or number < 1:
@@ -72,7 +76,8 @@ def weaver_grow(
     _check(root, pools, weights, key, value, rows, activation)
     width = min(expand, budget)
     children = min(children, pools.ids.shape[1])
-    implementation = choose("weaver_grow", implementation, pallas.unsupported(width))
+    refusal = pallas.unsupported(width, pools.ids.shape[1], key[0].shape[1])
+    implementation = choose("weaver_grow", implementation, refusal)
     if implementation == "reference":
         return reference.grow(root, pools, weights, key, value, width, budget, children, activation)
     take, expand_nodes = _pieces(implementation, width, pools.ids.shape[0], activation)
@@ -113,7 +118,8 @@ def _pieces(implementation: Implementation, width: int, depths: int, activation:
 
 
 def _repeat(one_round, growth: Growth, starts: range) -> Growth:
-    if concrete(growth.offered_score) is None and jax.default_backend() == "cpu":
+    traced = concrete(growth.offered_score) is None
+    if traced and (jax.default_backend() == "cpu" or len(starts) > _WRITTEN_OUT):
 
         def body(i, growth):
             return one_round(growth, jnp.int32(starts.start) + i * jnp.int32(starts.step))
@@ -186,19 +192,12 @@ def _check(
 
 
 def _check_weights(weights: Weights, rank: int, activation: Activation) -> None:
-    vocabulary, entry = weights.table.shape
-    if weights.token_in is not None:
-        _expect_projection("weights.token_in", weights.token_in, rank, entry, (True, True))
-    else:
-        _expect("weights.table", weights.table, (vocabulary, rank))
+    vocabulary = weights.table.shape[0]
+    _expect("weights.table", weights.table, (vocabulary, rank))
     if weights.position is not None:
         _expect("weights.position", weights.position, (weights.position.shape[0], rank))
     _expect_norm("weights.out_norm", weights.out_norm, rank)
-    scored = rank
-    if weights.query_in is not None:
-        scored = weights.query_in.weight.shape[0]
-        _expect_projection("weights.query_in", weights.query_in, scored, rank, (False, False))
-    _expect("weights.head", weights.head, (vocabulary, scored))
+    _expect("weights.head", weights.head, (vocabulary, rank))
     for i, block in enumerate(weights.blocks):
         name = f"weights.blocks[{i}]"
         inner = block.down.weight.shape[1]

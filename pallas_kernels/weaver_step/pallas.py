@@ -4,7 +4,6 @@ take | attend | out | down | score | offer; the products behind a norm, qkv and 
 """
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.weaver_step import frontier, xla
 from pallas_kernels.weaver_step.attend import attend
@@ -21,11 +20,19 @@ from pallas_kernels.weaver_step.state import (
     Weights,
 )
 
+MAX_POOL = 1024  # all candidates of a depth are compared with each other
+MAX_MEMORY_ROWS = 288  # held at once: float32 heads of 128 take 255 registers, and none is spilled
 
-def unsupported(width: int) -> str | None:
-    """Returns why the kernels cannot expand this many nodes at once, None if they can."""
-    if width > MAX_NODES:
-        return f"at most {MAX_NODES} nodes are expanded at once, got {width}"
+
+def unsupported(width: int, pool: int, memory_rows: int) -> str | None:
+    """Returns why the kernels cannot grow a tree of this size, None if they can."""
+    for name, size, most in (
+        ("nodes at once", width, MAX_NODES),
+        ("candidates of a depth", pool, MAX_POOL),
+        ("memory rows, prefix and tree,", memory_rows, MAX_MEMORY_ROWS),
+    ):
+        if size > most:
+            return f"at most {most} {name} are supported, got {size}"
     return None
 
 
@@ -39,24 +46,17 @@ def take(
     config: Config,
     interpret: bool,
 ) -> tuple[Growth, Nodes]:
-    """`xla.take` in one launch with folded tables."""
-    folded = weights.token_in is None
-    growth, nodes = frontier.take(
+    """`xla.take` in one launch."""
+    return frontier.take(
         growth,
         weights.table,
-        weights.position if folded else None,
+        weights.position,
         start,
         width=width,
         depths=depths,
         config=config,
         interpret=interpret,
     )
-    if weights.token_in is not None:
-        x = _project(nodes.x, weights.token_in, config=config, interpret=interpret)
-        if weights.position is not None:
-            x = x + weights.position[jnp.minimum(nodes.depth, depths - 1)]
-        nodes = nodes._replace(x=x)
-    return growth, nodes
 
 
 def expand(
@@ -92,12 +92,7 @@ def expand(
         keys.append(key)
         values.append(value)
     growth = growth._replace(key=tuple(keys), value=tuple(values))
-    if weights.query_in is None:
-        norm = weights.out_norm
-    else:
-        norm, query_in = None, Projection(weights.query_in.weight, norm=weights.out_norm)
-        x = _project(x, query_in, **how)
-    logits = score(x, nodes.depth, weights.head, norm, pools, **how)
+    logits = score(x, nodes.depth, weights.head, weights.out_norm, pools, **how)
     return frontier.offer(growth, nodes, logits, pools, start, **how)
 
 

@@ -88,8 +88,6 @@ def conditional(
     """
     level = min(depth, len(pools.ids) - 1)
     x = weights.table[token]
-    if weights.token_in is not None:
-        x = project(x, weights.token_in)
     if weights.position is not None:
         x = x + weights.position[level]
     own = []
@@ -107,8 +105,6 @@ def conditional(
         x = x + project(mixed.reshape(-1), block.out)
         x = x + project(activate(project(x, block.up), activation), block.down)
     query = _normalise(x, weights.out_norm)
-    if weights.query_in is not None:
-        query = project(query, weights.query_in)
     ids, prior = pools.ids[level], pools.prior[level]
     usable = (ids >= 0) & np.isfinite(prior)
     if not usable.any():

@@ -18,7 +18,7 @@ def score(
     query: jax.Array,
     depth: jax.Array,
     head: jax.Array,
-    norm: Norm | None,
+    norm: Norm,
     pools: Pools,
     *,
     config: Config,
@@ -27,7 +27,7 @@ def score(
     """Returns raw logits [w, P] of the candidates below nodes, -inf where there is none.
 
     Args:
-      query: [w, K], normalised here if `norm` is given.
+      query: [w, K], normalised here.
       depth: int32 [w].
       head: [V, K], rows are gathered by the pools' ids.
     """
@@ -38,8 +38,8 @@ def score(
     inputs = {
         "head": head,
         "query": query,
-        "norm_weight": None if norm is None else norm.weight,
-        "norm_bias": None if norm is None else norm.bias,
+        "norm_weight": norm.weight,
+        "norm_bias": norm.bias,
         "ids": pools.ids,
         "prior": pools.prior,
         "depth": depth,
@@ -73,14 +73,12 @@ def _kernel(inputs, outputs, *, block: int):
 
     query = [load(query_ref, node, chunk).astype(jnp.float32) for chunk in chunks]
     prior = load(inputs["prior"], level, candidates)
-    if "norm_weight" in inputs:
-        norm = [[load(inputs[name], chunk).astype(jnp.float32) for chunk in chunks]
-                for name in ("norm_weight", "norm_bias")]  # fmt: skip
+    norm = [[load(inputs[name], chunk).astype(jnp.float32) for chunk in chunks]
+            for name in ("norm_weight", "norm_bias")]  # fmt: skip
     # The gathered rows come from far away: they are asked for before anything is computed.
     rows = [read_rows(chunk) for chunk in chunks]
-    if "norm_weight" in inputs:
-        scale = lax.rsqrt(sum(jnp.sum(q * q) for q in query) / inner + EPS)
-        query = [q * scale * w + b for q, w, b in zip(query, *norm, strict=True)]
+    scale = lax.rsqrt(sum(jnp.sum(q * q) for q in query) / inner + EPS)
+    query = [q * scale * w + b for q, w, b in zip(query, *norm, strict=True)]
     total = jnp.zeros((block,), jnp.float32)
     for q, r in zip(query, rows, strict=True):
         q = q.astype(query_ref.dtype).astype(jnp.float32)

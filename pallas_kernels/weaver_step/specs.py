@@ -33,7 +33,6 @@ class Spec:
       rank, heads, inner: of the blocks.
       activation: of the MLP; "silu_gated" goes with rotary positions, the others with learned.
       blocks: number of them.
-      hidden: size of embeddings and output rows where tables are not folded; 0 if they are.
       temperature: of the conditionals; noise is added if it is not 1.
       ties: all candidates of a depth have the same probability.
     """
@@ -51,7 +50,6 @@ class Spec:
     inner: int = 24
     activation: Activation = "gelu_tanh"
     blocks: int = 1
-    hidden: int = 0
     temperature: float = 1.0
     ties: bool = False
 
@@ -84,7 +82,7 @@ def make_inputs(spec: Spec, seed: int = 0, dtype=jnp.float32) -> tuple:
             norm(inner) if normed else None,
         )
 
-    rank, inner, hidden = spec.rank, spec.inner, spec.hidden
+    rank, inner = spec.rank, spec.inner
     gated = spec.activation == "silu_gated"
     blocks = tuple(
         Block(
@@ -95,18 +93,15 @@ def make_inputs(spec: Spec, seed: int = 0, dtype=jnp.float32) -> tuple:
         )
         for _ in range(spec.blocks)
     )
-    scored = hidden or rank
     # A query of unit size would make one candidate certain.
-    head = normal(spec.vocabulary, scored, scale=0.0 if spec.ties else 0.7 * scored**-0.5)
+    head = normal(spec.vocabulary, rank, scale=0.0 if spec.ties else 0.7 * rank**-0.5)
     weights = Weights(
-        table=normal(spec.vocabulary, hidden or rank),
+        table=normal(spec.vocabulary, rank),
         head=head,
         blocks=blocks,
         out_norm=norm(rank),
         position=None if gated else normal(spec.depths, rank, scale=0.2),
         rotation=make_rotation(spec.depths + 1, rank // spec.heads) if gated else None,
-        token_in=linear(rank, hidden, bias=True, normed=True) if hidden else None,
-        query_in=linear(hidden, rank) if hidden else None,
     )
     prefix = spec.depths + 1
     room = ((0, 0), (0, spec.rows), (0, 0))
@@ -163,7 +158,7 @@ SMALL = (
     ),
     Spec(name="one_at_a_time", expand=1, budget=7, activation="gelu_erf", empty=5),
     Spec(name="all_children", budget=6, expand=2, children=16, pool=16, temperature=0.3),
-    Spec(name="unfolded_two_blocks", hidden=40, blocks=2, budget=9, expand=4, children=2),
+    Spec(name="two_blocks", blocks=2, budget=9, expand=4, children=2),
     Spec(name="dry", depths=2, children=2, pool=3, budget=11, expand=4, empty=1),
     Spec(name="ties", ties=True, budget=13, children=3),
 )

@@ -52,18 +52,15 @@ class Rotation(typing.NamedTuple):
 class Weights(typing.NamedTuple):
     """Weaver's parameters as a growth reads them, all in one dtype, float32 or bfloat16.
 
-    Folded: `table` = token_in(embed_norm(E)) and `head` = W_out @ lm_head_query_in hold what a
-    node adds and what a candidate scores with, both [V, R], and the two projections are None.
+    Weaver's products with the verifier's matrices are folded into two tables.
 
     Attributes:
-      table: [V, R] folded, or the embeddings [V, E] that go through `token_in`.
-      head: [V, R] folded, or the output matrix [V, H] that `query_in` leads to.
+      table: [V, R], what a token feeds the first block: token_in(embed_norm(E)).
+      head: [V, R], what a candidate's score is a product with: W_out @ lm_head_query_in.
       blocks: one or more.
       out_norm: over R.
       position: [positions, R] added to a node of depth d, or None.
       rotation: for rotary blocks, or None.
-      token_in: [R, E] with its norm and bias, or None.
-      query_in: weight [H, R], without norm and bias, or None.
     """
 
     table: jax.Array
@@ -72,8 +69,6 @@ class Weights(typing.NamedTuple):
     out_norm: Norm
     position: jax.Array | None = None
     rotation: Rotation | None = None
-    token_in: Projection | None = None
-    query_in: Projection | None = None
 
 
 class Pools(typing.NamedTuple):

@@ -89,8 +89,6 @@ def expand(
 def embed(weights: Weights, token: jax.Array, level: jax.Array) -> jax.Array:
     """What nodes feed the first block, [w, R], for their tokens and depths [w]."""
     x = weights.table[token]
-    if weights.token_in is not None:
-        x = project(x, weights.token_in)
     return x if weights.position is None else x + weights.position[level]
 
 
@@ -172,8 +170,6 @@ def rotate(x: jax.Array, rotation: Rotation, position: jax.Array) -> jax.Array:
 def score(x: jax.Array, depth: jax.Array, weights: Weights, pools: Pools) -> jax.Array:
     """Raw logits [w, P] of the candidates below nodes, -inf where there is none."""
     query = normalise(x, weights.out_norm)
-    if weights.query_in is not None:
-        query = project(query, weights.query_in)
     ids, prior = pools.ids[depth], pools.prior[depth]
     residual = _product("wd,wpd->wp", query, weights.head[jnp.maximum(ids, 0)])
     return jnp.where(jnp.isfinite(prior) & (ids >= 0), prior + residual, -jnp.inf)

@@ -19,6 +19,7 @@ from pallas_kernels.weaver_step import (
     Projection,
     Rotation,
     Weights,
+    growth_rows,
     reference,
     weaver_grow,
     xla,
@@ -37,6 +38,7 @@ from tfm_jax.decoding.grow import grow, slots, weaver_scorer
 from tfm_jax.models.weaver import Weaver
 
 HOW = {"config": Config(), "interpret": True}
+BARE = (Block(*(Projection(jnp.zeros(s)) for s in ((96, 32), (32, 32), (24, 32), (32, 24)))),)
 INTERPRETED = [spec for spec in SMALL if spec.name == "rotary"]  # they take long to compile
 
 
@@ -66,6 +68,20 @@ def test_growth_within_a_program():
     assert_same_tree(jax.jit(grow)(*inputs), grow(*inputs))
 
 
+def test_a_loop_of_rounds_grows_what_written_out_rounds_do(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # a CPU always takes the loop
+    spec = next(spec for spec in SMALL if spec.name == "one_at_a_time")
+    inputs = make_inputs(spec)
+    expected = weaver_grow(*inputs, **spec.options, implementation="reference")
+    between = spec.budget - 1  # rounds that take nodes and expand them
+    for most, loops in ((between, 0), (between - 1, 1)):
+        monkeypatch.setattr("pallas_kernels.weaver_step.grow._WRITTEN_OUT", most)
+        call = functools.partial(weaver_grow, **spec.options, implementation="xla")
+        lowered = jax.jit(call).lower(*inputs)
+        assert lowered.as_text().count("stablehlo.while") == loops
+        assert_same_tree(lowered.compile()(*inputs), expected)
+
+
 def test_bfloat16_follows_its_own_paths():
     spec = SMALL[0]
     inputs = make_inputs(spec, dtype=jnp.bfloat16)
@@ -85,9 +101,9 @@ def test_cases_are_what_they_claim():
 
 
 def test_equals_growth_by_the_model():
-    """The same tree as the model's own scorer grows, with its parameters as they are."""
-    trio = stand_in()
-    spec = Spec(name="", depths=7, vocabulary=83, hidden=40, rank=32, heads=4, budget=9)
+    """The same tree as the model's own scorer grows, from parameters that are not folded."""
+    trio, embeddings = stand_in()
+    spec = Spec(name="", depths=7, vocabulary=83, rank=32, heads=4, budget=9)
     config = TreeConfig(budget=spec.budget, expand=spec.expand, children=5, pool=spec.pool)
     root, pools, *_ = make_inputs(spec)
     rng = np.random.default_rng(0)
@@ -103,7 +119,7 @@ def test_equals_growth_by_the_model():
     @jax.jit
     def both():
         scorer, memory = weaver_scorer(trio, draft, hidden, slots(config))
-        weights = weights_of(trio)
+        weights = trio.weaver.growth_weights(embeddings, trio.verifier.output_rows)
         ours = weaver_grow(root, pools, weights, memory.key, memory.value, **spec.options)
         return ours, grow(root, pools.ids, scorer, memory, config)
 
@@ -111,7 +127,7 @@ def test_equals_growth_by_the_model():
 
 
 def stand_in():
-    """A Weaver with noise on every parameter, and what it needs of a verifier."""
+    """A Weaver with noise on every parameter beside what it needs of a verifier, and embeddings."""
     config = WeaverConfig(
         d_model=40, d_embed=40, d_rank=32, num_heads=4, mlp_dim=24, depth=7, candidate_pool_size=16
     )
@@ -121,37 +137,7 @@ def stand_in():
     noise = jax.tree.map(lambda x: jnp.asarray(0.3 * rng.standard_normal(x.shape), x.dtype), state)
     rows = jnp.asarray(rng.standard_normal((83, 40)), jnp.float32)
     verifier = types.SimpleNamespace(embed_tokens=lambda token: rows[token], output_rows=0.1 * rows)
-    return types.SimpleNamespace(weaver=nnx.merge(graph, noise), verifier=verifier)
-
-
-def weights_of(trio) -> Weights:
-    weaver = trio.weaver
-
-    def norm(x) -> Norm:
-        return Norm(x.weight[...], x.bias[...])
-
-    def linear(x, before=None) -> Projection:
-        bias = None if x.bias is None else x.bias[...]
-        return Projection(x.weight[...], bias, None if before is None else norm(before))
-
-    blocks = tuple(
-        Block(
-            qkv=linear(block.qkv_proj, block.norm_attn),
-            out=linear(block.o_proj),
-            up=linear(block.fc1, block.norm_mlp),
-            down=linear(block.fc2),
-        )
-        for block in weaver.blocks
-    )
-    return Weights(
-        table=trio.verifier.embed_tokens(jnp.arange(83)),
-        head=trio.verifier.output_rows,
-        blocks=blocks,
-        out_norm=norm(weaver.out_norm),
-        position=weaver.pos_emb[...],
-        token_in=linear(weaver.token_in, weaver.embed_norm),
-        query_in=linear(weaver.lm_head_query_in),
-    )
+    return types.SimpleNamespace(weaver=nnx.merge(graph, noise), verifier=verifier), rows
 
 
 # The kernels one by one.
@@ -317,7 +303,7 @@ def test_take_breaks_ties_and_pads(growth, offers):
     ("name", "dtype"),
     [
         ("rotary", jnp.float32),
-        ("unfolded_two_blocks", jnp.bfloat16),
+        ("two_blocks", jnp.bfloat16),
         ("real_learned", jnp.float32),
         ("real_learned", jnp.bfloat16),
     ],
@@ -366,10 +352,42 @@ def test_unsupported_platform_falls_back_once_or_refuses(monkeypatch):
         weaver_grow(*inputs, **spec.options, implementation="pallas")
 
 
-def test_too_many_nodes_at_once():
-    spec = Spec(name="", expand=17, budget=17)
-    with pytest.raises(NotImplementedError, match="at most 16 nodes are expanded at once, got 17"):
-        weaver_grow(*make_inputs(spec), **spec.options, implementation="pallas")
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            Spec(name="width", expand=17, budget=17),
+            "at most 16 nodes at once are supported, got 17",
+        ),
+        (
+            Spec(name="pool", pool=1025, vocabulary=1025),
+            "at most 1024 candidates of a depth are supported, got 1025",
+        ),
+        (
+            Spec(name="budget", budget=284),  # a root, and a prefix of five
+            "at most 288 memory rows, prefix and tree, are supported, got 290",
+        ),
+    ],
+    ids=lambda x: x.name if isinstance(x, Spec) else "",
+)
+def test_sizes_beyond_the_kernels_fall_back_once_or_are_refused(monkeypatch, spec, message):
+    inputs = make_inputs(spec)
+    call = functools.partial(weaver_grow, **spec.options)
+    with pytest.raises(NotImplementedError, match=message):
+        call(*inputs, implementation="pallas")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(kernels, "expand", None)
+    choice._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=f"weaver_grow falls back to XLA: {message}"):
+        jax.eval_shape(call, *inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.eval_shape(call, *inputs)
+
+
+def test_kernels_take_a_budget_of_256_at_any_width():
+    refusals = {kernels.unsupported(w, 1024, 16 + growth_rows(256, w)) for w in range(1, 17)}
+    assert refusals == {None}
 
 
 @pytest.mark.parametrize(
@@ -398,11 +416,12 @@ def test_refuses_bad_arguments(change, error, message):
     ("field", "value", "error", "message"),
     [
         ("table", np.zeros((83, 32), np.float16), TypeError, "table must be float32 or bfloat16"),
+        ("table", jnp.zeros((83, 40)), ValueError, r"weights.table must be \(83, 32\)"),
         ("head", np.zeros((80, 32), np.float32), ValueError, r"weights.head must be \(83, 32\)"),
         ("position", jnp.zeros((3, 32)), ValueError, "position must have 4 rows or more, got 3"),
         ("out_norm", Norm(jnp.ones(32), jnp.ones(3)), ValueError, r"out_norm.bias must be \(32,\)"),
         ("out_norm", Norm(jnp.ones(32), jnp.ones(32, "bfloat16")), TypeError, "out_norm must be"),
-        ("token_in", Projection(jnp.zeros((32, 32))), ValueError, "token_in.bias must be given"),
+        ("blocks", BARE, ValueError, r"blocks\[0\].qkv.norm must be given"),
         ("rotation", Rotation(*jnp.zeros((2, 4, 4))), ValueError, "rotation must have 5 rows"),
     ],
 )

@@ -16,8 +16,24 @@ from pallas_kernels.weaver_step.state import plant
 
 pytestmark = pytest.mark.gpu
 
+# More rounds than are written out, and the most that the kernels take, with heads of 128.
+LARGE = (
+    Spec(name="many_rounds", budget=70, expand=1, children=3),
+    Spec(
+        name="largest",
+        budget=256,
+        expand=15,
+        children=32,
+        depths=15,
+        pool=1024,
+        vocabulary=1100,
+        rank=256,
+        heads=2,
+        inner=256,
+    ),
+)
 CASES = [
-    *((spec, jnp.float32) for spec in (*SMALL, *REAL)),
+    *((spec, jnp.float32) for spec in (*SMALL, *LARGE, *REAL)),
     *((spec, jnp.bfloat16) for spec in (SMALL[0], *REAL)),
 ]
 
@@ -44,7 +60,7 @@ def run(compiled, spec: Spec, dtype):
     return jax.tree.map(np.asarray, compiled[spec, dtype](*inputs_of(spec, dtype)))
 
 
-@pytest.mark.parametrize("spec", [*SMALL, *REAL], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [*SMALL, *LARGE, *REAL], ids=lambda spec: spec.name)
 def test_float32_growth_is_best_first(compiled, spec):
     inputs = inputs_of(spec, jnp.float32)
     expected = weaver_grow(*inputs, **spec.options, implementation="reference")

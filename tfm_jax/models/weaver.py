@@ -43,19 +43,16 @@ class WeaverMemory:
     value: tuple[jax.Array, ...]
 
 
-def pool_logits(
-    query: jax.Array, prior: jax.Array, head_rows: jax.Array, ids: jax.Array | None = None
-) -> jax.Array:
+def pool_logits(query: jax.Array, prior: jax.Array, head_rows: jax.Array) -> jax.Array:
     """Logits of each node's candidates, float32 [w, P]: `prior + head_rows . query`.
 
     The product takes operands in the dtype of `head_rows` and is accumulated and kept in
-    float32. Padded candidates, those with a prior that is not finite or an id below 0, get -inf.
+    float32. Padded candidates, those with a prior that is not finite, get -inf.
 
     Args:
       query: [w, D], from `Weaver.node_step` or `Weaver.chain`.
       prior: [w, P], the drafter's raw logits.
       head_rows: [w, P, D], rows of the verifier's output matrix.
-      ids: [w, P] candidates' token ids; may be left out if padding has a prior of -inf.
     """
     residual = jnp.einsum(
         "wd,wpd->wp",
@@ -64,10 +61,7 @@ def pool_logits(
         precision=EXACT if head_rows.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
-    usable = jnp.isfinite(prior)
-    if ids is not None:
-        usable &= ids >= 0
-    return jnp.where(usable, prior.astype(jnp.float32) + residual, -jnp.inf)
+    return jnp.where(jnp.isfinite(prior), prior.astype(jnp.float32) + residual, -jnp.inf)
 
 
 class BiasedRMSNorm(nnx.Module):
