@@ -234,14 +234,8 @@ def test_logits_are_those_of_the_small_model(wide, pocket):
     assert abs(found - expected).max() < 1e-4
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param("ar", marks=pytest.mark.slow),
-        pytest.param("ddtree", marks=pytest.mark.slow),
-        "tfm",
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ar", "ddtree", "tfm"])
 def test_methods_draft_and_accept_the_same(wide, pocket, method):
     """Pools decide the tokens of a tree, marginals or Weaver their probabilities."""
     for sampling in (Sampling(), Sampling(temperature=1.0, seed=3)):

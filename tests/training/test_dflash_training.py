@@ -148,7 +148,13 @@ def gradient(
     return jax.grad(loss, has_aux=True)(flatten(trio.drafter))
 
 
-@pytest.mark.parametrize("recipe", [RECIPE, ALL], ids=["distilled", "drawn"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(RECIPE, id="distilled"),
+        pytest.param(ALL, id="drawn", marks=pytest.mark.slow),
+    ],
+)
 def test_padding_of_the_vocabulary_has_no_part(tiny_trio: Trio, recipe: DrafterRecipe) -> None:
     batch = rows(largest=KNOWN - 1)
     cut, padded = cut_and_padded(tiny_trio)

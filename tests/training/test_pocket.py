@@ -84,6 +84,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_all_stages(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     config = written(tiny(), tmp_path)
     out = tmp_path / "trio"

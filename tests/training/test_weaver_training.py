@@ -189,7 +189,7 @@ def test_labels_outside_the_pool_are_reported(tiny_trio: Trio) -> None:
     assert float(nothing["pool_recall"]) == float(nothing["loss"]) == 0
 
 
-@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("dense", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_padding_of_the_vocabulary_has_no_part(tiny_trio: Trio, monkeypatch, dense: bool) -> None:
     monkeypatch.setattr(training, "_DENSE", 32 if dense else 0)
     # One key draws other noise for another number of rows, so dense scores go without.
