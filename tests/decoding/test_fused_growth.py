@@ -34,7 +34,7 @@ def rotary(tiny_trio) -> Trio:
     return dataclasses.replace(tiny_trio, weaver=weaver)
 
 
-@pytest.mark.parametrize("variant", ["learned", "rotary"])
+@pytest.mark.parametrize("variant", ["learned", pytest.param("rotary", marks=pytest.mark.slow)])
 def test_trees_are_those_of_the_module(tiny_trio, rotary, prompt, variant):
     trio = tiny_trio if variant == "learned" else rotary
     states = Model(trio=trio, tokenizer=None, end_tokens=()).rounds(
