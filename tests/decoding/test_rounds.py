@@ -237,8 +237,15 @@ def test_shapes_that_grow_the_same_trees_are_one(tiny_trio):
     assert shape_for(tiny_trio, "ar", many) == TreeConfig()
 
 
-def test_noise_has_no_ceiling(prompt):
-    """With 23 bits no draw would exceed 15.95; of 8 million some do."""
+def test_noise_is_gumbels_has_no_ceiling_and_knows_no_vocabulary(prompt):
     request = request_for(prompt, 24, Sampling(temperature=1.0, seed=1))
-    noise = position_noise(request, jnp.arange(2), 2**22)
-    assert float(noise.max()) > 15.95
+    noise = np.asarray(position_noise(request, jnp.arange(4), 2**22), np.float64)
+    # With 23 bits no draw would exceed 15.95; of 17 million some do.
+    assert noise.max() > 15.95
+    assert np.isfinite(noise).all()
+    np.testing.assert_array_equal(position_noise(request, jnp.arange(4), 83), noise[:, :83])
+    at = np.array([-2.0, -1.0, 0.0, 1.0, 3.0, 8.0, 12.0])
+    below = np.array([(noise < x).mean() for x in at])
+    expected = np.exp(-np.exp(-at))
+    spread = np.sqrt(expected * (1 - expected) / noise.size)
+    assert (abs(below - expected) < 5 * spread + 1e-9).all()

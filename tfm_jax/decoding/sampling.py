@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from tfm_jax.decoding.state import Request
 
 _COLDEST = 1e-30  # divides any float32 logit without touching the denormals
+_BELOW_ONE, _LEAST = 1.0 - 2.0**-24, 2.0**-46  # what keeps the noise finite
 
 
 def position_noise(request: Request, positions: jax.Array, vocab: int) -> jax.Array:
@@ -20,9 +21,11 @@ def position_noise(request: Request, positions: jax.Array, vocab: int) -> jax.Ar
     key = jax.random.key(request.seed)
 
     def at(position: jax.Array) -> jax.Array:
-        own = jax.random.fold_in(key, position)
-        # The default mode's 23 bits end at 15.9: in a large vocabulary several tokens would tie.
-        return jax.random.gumbel(own, (vocab,), jnp.float32, mode="high")
+        coarse, fine = jax.random.split(jax.random.fold_in(key, position))
+        # The 23 bits of one draw end at 15.9: in a large vocabulary several tokens would tie. The
+        # second draw adds bits below them; token i has the same noise in every vocabulary.
+        u = jax.random.uniform(coarse, (vocab,)) + 2.0**-23 * jax.random.uniform(fine, (vocab,))
+        return -jnp.log(jnp.clip(-jnp.log1p(-jnp.minimum(u, _BELOW_ONE)), _LEAST, None))
 
     return jax.vmap(at)(positions)
 
