@@ -181,7 +181,8 @@ def test_drafts_know_the_temperature_and_the_noise_of_their_targets(
     if shared and temperature:
         noise = np.asarray(position_noise(request, positions, 83))
     ids = np.asarray(drafted.ids)
-    np.testing.assert_array_equal(drafted.noise, np.take_along_axis(noise, ids, axis=1))
+    # To a rounding of float32: the two are compiled apart.
+    np.testing.assert_allclose(drafted.noise, np.take_along_axis(noise, ids, axis=1), atol=3e-7)
     assert float(drafted.temperature) == (np.float32(temperature) if temperature else 1)
     scores = np.asarray(drafted.logits) / float(drafted.temperature) + drafted.noise
     expected = scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
