@@ -1,6 +1,7 @@
 """What public functions check of an array before anything else."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -61,6 +62,18 @@ def check_path(path: Any, count: Any, nodes: int) -> tuple[jax.Array, jax.Array]
         if rows.min() < 0 or rows.max() >= nodes:
             raise ValueError(f"path must hold rows 0..{nodes - 1} up to count, got {rows}")
     return path.astype(jnp.int32), count
+
+
+def beyond(limits: Mapping[str, tuple[int, int]]) -> str | None:
+    """Returns which size exceeds what a kernel supports, in words; None if none does.
+
+    Args:
+      limits: size and the largest supported one, by what there are so many of.
+    """
+    for name, (size, most) in limits.items():
+        if size > most:
+            return f"at most {most} {name} are supported, got {size}"
+    return None
 
 
 def check_part(name: str, array: jax.Array, shape: tuple[int, int], start: int) -> None:

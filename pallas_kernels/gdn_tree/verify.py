@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import choice
+from pallas_kernels.checks import beyond
 from pallas_kernels.choice import Implementation
 from pallas_kernels.concrete import concrete
 from pallas_kernels.gdn_tree import pallas, reference, xla
@@ -121,9 +122,7 @@ def implementation_for(nodes: int) -> tuple[Implementation, str | None]:
 
 
 def _refusal(nodes: int) -> str | None:
-    if nodes > pallas.MAX_NODES:
-        return f"at most {pallas.MAX_NODES} nodes are supported, got {nodes}"
-    return None
+    return beyond({"nodes": (nodes, pallas.MAX_NODES)})
 
 
 def _check_root(topology: TreeTopology) -> None:

@@ -30,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.checks import check_power
+from pallas_kernels.checks import beyond, check_power
 from pallas_kernels.top_k.keys import ABSENT, minus_infinity, stored_dtype, to_keys, to_values
 
 MAX_K = 1024
@@ -87,14 +87,13 @@ def default_config(rows: int, columns: int) -> Config:
 
 def unsupported(rows: int, columns: int, k: int) -> str | None:
     """Returns why the kernels cannot take this size, None if they can."""
-    for name, size, most in (
-        ("entries", k, MAX_K),
-        ("columns", columns, MAX_COLUMNS),
-        ("rows", rows, MAX_ROWS),
-    ):
-        if size > most:
-            return f"at most {most} {name} are supported, got {size}"
-    return None
+    return beyond(
+        {
+            "entries": (k, MAX_K),
+            "columns": (columns, MAX_COLUMNS),
+            "rows": (rows, MAX_ROWS),
+        }
+    )
 
 
 @dataclasses.dataclass(frozen=True)

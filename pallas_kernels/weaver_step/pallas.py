@@ -5,6 +5,7 @@ take | attend | out | down | score | offer; the products behind a norm, qkv and 
 
 import jax
 
+from pallas_kernels.checks import beyond
 from pallas_kernels.weaver_step import frontier, xla
 from pallas_kernels.weaver_step.attend import attend
 from pallas_kernels.weaver_step.launch import Config
@@ -26,14 +27,13 @@ MAX_MEMORY_ROWS = 288  # held at once: float32 heads of 128 take 255 registers, 
 
 def unsupported(width: int, pool: int, memory_rows: int) -> str | None:
     """Returns why the kernels cannot grow a tree of this size, None if they can."""
-    for name, size, most in (
-        ("nodes at once", width, MAX_NODES),
-        ("candidates of a depth", pool, MAX_POOL),
-        ("memory rows, prefix and tree,", memory_rows, MAX_MEMORY_ROWS),
-    ):
-        if size > most:
-            return f"at most {most} {name} are supported, got {size}"
-    return None
+    return beyond(
+        {
+            "nodes at once": (width, MAX_NODES),
+            "candidates of a depth": (pool, MAX_POOL),
+            "memory rows, prefix and tree,": (memory_rows, MAX_MEMORY_ROWS),
+        }
+    )
 
 
 def take(

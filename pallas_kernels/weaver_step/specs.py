@@ -180,6 +180,23 @@ REAL = (
     Spec(name="real_wide", vocabulary=1024, expand=8, **_SERVED),
 )
 
+# More rounds than are written out, and the most that the kernels take, with heads of 128.
+LARGE = (
+    Spec(name="many_rounds", budget=70, expand=1, children=3),
+    Spec(
+        name="largest",
+        budget=256,
+        expand=15,
+        children=32,
+        depths=15,
+        pool=1024,
+        vocabulary=1100,
+        rank=256,
+        heads=2,
+        inner=256,
+    ),
+)
+
 
 def benchmark_spec() -> Spec:
     """The published Weaver for Qwen3.6-27B with its whole vocabulary."""

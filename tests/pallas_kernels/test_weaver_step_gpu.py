@@ -11,27 +11,11 @@ import pytest
 
 from pallas_kernels.weaver_step import pallas, weaver_grow
 from pallas_kernels.weaver_step.launch import Config
-from pallas_kernels.weaver_step.specs import REAL, SMALL, Spec, make_inputs, path_error
+from pallas_kernels.weaver_step.specs import LARGE, REAL, SMALL, Spec, make_inputs, path_error
 from pallas_kernels.weaver_step.state import plant
 
 pytestmark = pytest.mark.gpu
 
-# More rounds than are written out, and the most that the kernels take, with heads of 128.
-LARGE = (
-    Spec(name="many_rounds", budget=70, expand=1, children=3),
-    Spec(
-        name="largest",
-        budget=256,
-        expand=15,
-        children=32,
-        depths=15,
-        pool=1024,
-        vocabulary=1100,
-        rank=256,
-        heads=2,
-        inner=256,
-    ),
-)
 CASES = [
     *((spec, jnp.float32) for spec in (*SMALL, *LARGE, *REAL)),
     *((spec, jnp.bfloat16) for spec in (SMALL[0], *REAL)),
