@@ -45,9 +45,9 @@ from experiments.text_sets import (
 from pallas_kernels.choice import automatic
 from tfm_jax.decoding.state import Trio
 from tfm_jax.model import POCKET, Model, directory
-from tfm_jax.training.pocket import STAGES, heldout_windows, plan_stage, train_stage
+from tfm_jax.training.pocket import STAGES, plan_stage, train_stage
 from tfm_jax.training.settings import check_count, check_seconds
-from tfm_jax.training.texts import write_continuations
+from tfm_jax.training.texts import heldout_windows, write_continuations
 from tfm_jax.training.verifier import text_losses
 
 CONFIG = Path(__file__).parents[1] / "configs" / "larger.json"

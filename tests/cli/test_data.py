@@ -65,7 +65,7 @@ def test_the_place_of_continuations_is_checked_first(
 def test_windows_of_the_corpus_are_no_part_of_a_file(run, trio_dir, tmp_path: Path):
     config = tmp_path / "config.json"
     stage = {"rows": 4, "total": 24, "prompt": 8, "shortest": 4, "batches": 1, "greedy_share": 0.5}
-    config.write_text(json.dumps({"continuations": stage | {"given": 7}}))
+    config.write_text(json.dumps({"stages": {"continuations": stage | {"given": 7}}}))
     command = ["data", "continuations", str(tmp_path / "t.npz"), "--corpus", str(tmp_path)]
     status, _, err = run(*command, "--model", str(trio_dir), "--config", str(config))
     assert status == 2

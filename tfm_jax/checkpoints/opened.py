@@ -48,8 +48,11 @@ class Opened(Generic[Config]):
 
     def load(self, dtype: np.dtype | None = None) -> dict[str, np.ndarray]:
         """Parameters by dotted path, in `dtype` but for those that keep their precision."""
-        tensors = self.tensors if self.read is None else self.read()
-        return assemble(self.keymap, self.matched, tensors, dtype=dtype, block=self.block)
+        return assemble(self.keymap, self.matched, self.values(), dtype=dtype, block=self.block)
+
+    def values(self) -> Mapping[str, np.ndarray]:
+        """The arrays by published name, as they are stored."""
+        return self.tensors if self.read is None else self.read()
 
 
 def open_verifier(directory: Path, *, strict: bool = True) -> Opened[VerifierConfig]:

@@ -95,6 +95,7 @@ def _continuations(options: ContinuationOptions) -> None:
         check_seconds,
         check_seed,
         read_settings,
+        refuse_given,
         stage_settings,
     )
     from tfm_jax.training.texts import write_continuations
@@ -104,11 +105,7 @@ def _continuations(options: ContinuationOptions) -> None:
     check_seed(options.seed)
     check_new_file(options.out)
     settings = {} if options.config is None else read_settings(options.config)
-    if settings.get("continuations", {}).get("given"):
-        raise ValueError(
-            f"{options.config}: continuations.given adds windows of the corpus to what is trained "
-            "on; they are not written to a file, leave it out here"
-        )
+    refuse_given(settings.get("stages", {}).get("continuations", {}), str(options.config))
     stage = stage_settings(settings, "continuations")
     model = DeviceOptions(dtype=options.dtype).load(options.model)
     seconds = stage.get("seconds") if options.seconds is None else options.seconds

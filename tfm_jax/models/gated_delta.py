@@ -52,7 +52,7 @@ def chunked_delta_rule(
     Returns:
       out [T, HV, DV] and the state after the last row.
     """
-    g = jnp.maximum(g, FORGET)
+    g = jnp.maximum(g, FORGET)  # minus infinity times the zeros of the masks would be no number
     rows, key_heads, key_size = k.shape
     value_heads, value_size = v.shape[1:]
     ratio = value_heads // key_heads

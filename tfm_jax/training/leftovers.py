@@ -32,7 +32,7 @@ def check_results(folder: Path, network: str, results: Collection[str]) -> None:
     """
     kept = folder / CHECKPOINTS
     own: set[str] = set()
-    if kept.is_dir() and _recorded(folder).get("network") == network:
+    if kept.is_dir() and recorded(folder / SOURCES).get("network") == network:
         own.add(LOG)
         if any(path.name.isdigit() for path in kept.iterdir()):
             own.update(results)
@@ -46,7 +46,7 @@ def check_results(folder: Path, network: str, results: Collection[str]) -> None:
 
 def network_digest(network: Opened) -> str:
     """SHA-256 of a network's configuration and of its weights as they are stored."""
-    tensors = network.tensors if network.read is None else network.read()
+    tensors = network.values()
 
     def parts() -> Iterator[bytes | memoryview]:
         yield repr(network.config).encode()
@@ -76,7 +76,7 @@ def claim(folder: Path, sources: Mapping[str, Any], depends: Mapping[str, Collec
             "another folder"
         )
     if there:
-        before = _recorded(folder)
+        before = recorded(file)
         names = sorted({name for made in there for name in depends[made]})
         changes = [_change(n, before.get(n), now[n]) for n in names if _differ(before, now, n)]
         if changes:
@@ -89,9 +89,8 @@ def claim(folder: Path, sources: Mapping[str, Any], depends: Mapping[str, Collec
         partial.write_text(json.dumps(now, indent=1) + "\n", "utf-8")
 
 
-def _recorded(folder: Path) -> Mapping[str, Any]:
-    """What `claim` recorded in a folder; nothing if it never did."""
-    file = folder / SOURCES
+def recorded(file: Path) -> Mapping[str, Any]:
+    """What a run has recorded in a file of a folder; nothing if there is none."""
     return as_object(read_json(file), str(file)) if file.is_file() else {}
 
 

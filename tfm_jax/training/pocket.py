@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
 import json
 import sys
 import time
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from tfm_jax.checkpoints import build_drafter, build_verifier, check_pair, write_hf
 from tfm_jax.checkpoints.export import check_target
@@ -31,10 +29,9 @@ from tfm_jax.config import (
     DrafterConfig,
     VerifierConfig,
     WeaverConfig,
-    as_object,
     made,
 )
-from tfm_jax.files import read_json, whole_file
+from tfm_jax.files import whole_file
 from tfm_jax.model import POCKET, directory
 from tfm_jax.models.dflash import Drafter
 from tfm_jax.models.qwen36 import Verifier
@@ -43,7 +40,7 @@ from tfm_jax.training.arithmetic import rates_of
 from tfm_jax.training.batches import MIXTURE, PACKED, TokenBatches, load_streams
 from tfm_jax.training.continuations import Continuations
 from tfm_jax.training.dflash import DrafterRecipe, train_drafter
-from tfm_jax.training.leftovers import network_digest
+from tfm_jax.training.leftovers import network_digest, recorded
 from tfm_jax.training.parallel import Spread
 from tfm_jax.training.report import read_log
 from tfm_jax.training.settings import (
@@ -51,8 +48,11 @@ from tfm_jax.training.settings import (
     check_seconds,
     check_seed,
     read_settings,
+    refuse_given,
 )
 from tfm_jax.training.texts import (
+    digest,
+    heldout_windows,
     packed_corpus,
     training_streams,
     vocab_limit_of,
@@ -138,17 +138,17 @@ class Run:
 
     def verifier(self) -> Verifier:
         """The trained verifier as it is stored, on the device."""
-        opened = open_verifier(self.out / "verifier")
+        opened = open_verifier(self.path("verifier"))
         return build_verifier(opened.config, opened.load(None))
 
     @property
     def vocab_limit(self) -> int:
         """Ids that the trained verifier's tokenizer knows."""
-        return vocab_limit_of(self.out / "verifier", self.geometry.verifier.vocab_size)
+        return vocab_limit_of(self.path("verifier"), self.geometry.verifier.vocab_size)
 
     def drafter(self) -> Drafter:
         """The trained drafter as it is stored, on the device."""
-        opened = open_drafter(self.out / "dflash")
+        opened = open_drafter(self.path("dflash"))
         return build_drafter(opened.config, opened.load(None))
 
 
@@ -211,10 +211,7 @@ def _check_options(run: Run) -> None:
     """Refuses settings of the stage that its parts do not take."""
     options, depth = run.options, run.geometry.drafter.depth
     if run.stage == "continuations":
-        if options.get("given"):
-            raise ConfigError(
-                f"{run.where('given')} is for `tfm train` alone, got {options['given']}"
-            )
+        refuse_given(options, str(run.config))
         check_lengths(options, depth, f"{run.config}: continuations")
         return
     run.optimiser()
@@ -223,7 +220,7 @@ def _check_options(run: Run) -> None:
 
 def _check_results(run: Run, before: Collection[str]) -> None:
     """Refuses a folder whose results the stage must not replace, or cannot build on."""
-    entries, own = _entries(run.out), run.path(run.stage)
+    entries, own = recorded(run.out / PROVENANCE), run.path(run.stage)
     if own.exists() and run.stage not in entries:
         raise ValueError(
             f"{own} is not replaced: {run.out / PROVENANCE} does not say that this stage made it; "
@@ -245,9 +242,9 @@ def _check_results(run: Run, before: Collection[str]) -> None:
         return
     verifier = open_verifier(run.path("verifier"))
     check_pair(verifier.config, run.geometry.drafter, run.geometry.weaver)
-    digest = network_digest(verifier)
+    made_with = network_digest(verifier)
     for stage in read[1:]:
-        if entries.get(stage, {}).get("verifier_sha256") != digest:
+        if entries.get(stage, {}).get("verifier_sha256") != made_with:
             raise ValueError(
                 f"{run.path(stage)} is not known to be made with the verifier in "
                 f"{run.path('verifier')}: run the stage {stage} again"
@@ -269,13 +266,14 @@ def _check_corpus(run: Run, before: Collection[str]) -> None:
         _batches(run)
 
 
-def _batches(run: Run) -> tuple[TokenBatches, dict[str, float]]:
-    """What a verifier is trained on, and the share of each domain."""
+def _batches(run: Run) -> tuple[TokenBatches, dict[str, float], dict[str, int]]:
+    """What a verifier is trained on, the share of each domain, and the tokens there are of it."""
     streams = load_streams(run.corpus / PACKED)
     mixture = domain_shares(run.options.get("mixture", MIXTURE), list(streams))
     check_known(run.corpus, streams, run.geometry.verifier.vocab_size)
     rows, length = run.options["rows"], run.options["length"]
-    return TokenBatches(streams, mixture, length, rows, seed=run.seed), mixture
+    sizes = {name: len(stream) for name, stream in streams.items()}
+    return TokenBatches(streams, mixture, length, rows, seed=run.seed), mixture, sizes
 
 
 def train_stage(
@@ -332,7 +330,7 @@ def train_stage(
 def _verifier(run: Run) -> dict[str, Any]:
     assert run.tokenizer is not None
     config, tokenizer = run.geometry.verifier, run.tokenizer.read_bytes()
-    batches, mixture = _batches(run)
+    batches, mixture, sizes = _batches(run)
     state = train_verifier(
         config,
         batches.__getitem__,
@@ -349,19 +347,9 @@ def _verifier(run: Run) -> dict[str, Any]:
     print("verifier: held-back nats per token ", loss, flush=True)
     return {
         **_trained(run, state, batches.batch * batches.seq_len),
-        "corpus_tokens": {n: len(s) for n, s in load_streams(run.corpus / PACKED).items()},
+        "corpus_tokens": sizes,
         "mixture": mixture,
         "heldout_nats_per_token": loss,
-    }
-
-
-def heldout_windows(corpus: Path, length: int) -> dict[str, np.ndarray]:
-    """16 windows [16, length + 1] of each domain's held-back text, where it is long enough."""
-    streams = load_streams(corpus / PACKED, "heldout")
-    long_enough = {name: stream for name, stream in streams.items() if len(stream) > 2 * length}
-    return {
-        name: TokenBatches(long_enough, {name: 1.0}, length, 16)[0]  # seed 0: always the same
-        for name in long_enough
     }
 
 
@@ -380,8 +368,7 @@ def _continuations(run: Run) -> dict[str, Any]:
 
 def _drafter(run: Run) -> dict[str, Any]:
     config = run.geometry.drafter
-    texts = Continuations.load(run.out / "continuations.npz")
-    recipe = DrafterRecipe(**run.options["recipe"])
+    texts, recipe = Continuations.load(run.path("continuations")), run.recipe()
     state = train_drafter(
         config,
         run.verifier(),
@@ -401,8 +388,7 @@ def _drafter(run: Run) -> dict[str, Any]:
 
 def _weaver(run: Run) -> dict[str, Any]:
     config = run.geometry.weaver
-    texts = Continuations.load(run.out / "continuations.npz")
-    recipe = WeaverRecipe(**run.options["recipe"])
+    texts, recipe = Continuations.load(run.path("continuations")), run.recipe()
     state = train_weaver(
         config,
         run.verifier(),
@@ -447,7 +433,8 @@ def _trained(run: Run, state: TrainState, tokens: int) -> dict[str, float]:
 def _record(run: Run, facts: dict[str, Any]) -> dict[str, Any]:
     """Stores what a stage did; what was made with its result before is gone, and its entry goes."""
     gone = _BUILT.get(run.stage, ())
-    entries = {name: entry for name, entry in _entries(run.out).items() if name not in gone}
+    before = recorded(run.out / PROVENANCE)
+    entries = {name: entry for name, entry in before.items() if name not in gone}
     devices = {} if run.stage == "continuations" else {"devices": run.spread.count}
     entries[run.stage] = {
         **facts,
@@ -466,14 +453,8 @@ def _record(run: Run, facts: dict[str, Any]) -> dict[str, Any]:
     return entries[run.stage]
 
 
-def _entries(out: Path) -> Mapping[str, Any]:
-    """What `provenance.json` says of the stages that have run."""
-    path = out / PROVENANCE
-    return as_object(read_json(path), str(path)) if path.is_file() else {}
-
-
 def _digest(path: Path) -> str | None:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    return digest([path.read_bytes()]) if path.is_file() else None
 
 
 def _find_tokenizer(corpus: Path, given: str | Path | None) -> Path:

@@ -28,7 +28,7 @@ from tfm_jax.files import whole_file
 from tfm_jax.model import POCKET, default_dtype, directory
 from tfm_jax.models.qwen36 import Verifier
 from tfm_jax.presets import geometry
-from tfm_jax.training.batches import MIXTURE, PACKED, TokenBatches, load_streams
+from tfm_jax.training.batches import MIXTURE, PACKED, TokenBatches
 from tfm_jax.training.checkpoint import Checkpoints
 from tfm_jax.training.continuations import Continuations
 from tfm_jax.training.dflash import (
@@ -59,6 +59,7 @@ from tfm_jax.training.texts import (
     corpus_sources,
     digest,
     given_texts,
+    heldout_windows,
     packed_corpus,
     training_streams,
     vocab_limit_of,
@@ -153,6 +154,10 @@ class Job:
     def log(self) -> Path:
         return self.out / LOG
 
+    def where(self, part: str) -> str:
+        """What messages call a part of the settings."""
+        return f"{self.config or 'built-in settings'}: {part}"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Texts:
@@ -168,8 +173,8 @@ class _Texts:
     windows: int = 0
     held: Continuations | None
 
-    def counts(self, depth: int) -> dict[str, int]:
-        """How many rows of each kind are trained on, are left out for want of room, are held."""
+    def facts(self, depth: int) -> dict[str, Any]:
+        """Whether any are held back; how many are trained on, left out for want of room, held."""
         room = self.train.room(depth)
         window = np.arange(room.size) >= room.size - self.windows
         cold = self.train.temperature == 0
@@ -178,11 +183,12 @@ class _Texts:
             "continuations_at_0": ~window & cold,
             "continuations_at_1": ~window & ~cold,
         }
-        return {
+        counts = {
             **{name: int((room & kind).sum()) for name, kind in kinds.items()},
             "left_out": int((~room).sum()),
             "held_back": 0 if self.held is None else len(self.held.tokens),
         }
+        return {"heldout": self.held is not None, "texts": counts}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,7 +210,7 @@ class _Plan:
 
     def where(self, part: str) -> str:
         """What messages call a part of the stage's settings."""
-        return f"{self.job.config or 'built-in settings'}: {self.network}.{part}"
+        return self.job.where(f"{self.network}.{part}")
 
 
 def train_network(network: Network, job: Job) -> dict[str, Any]:
@@ -249,14 +255,13 @@ def _plan(network: Network, job: Job) -> _Plan:
     check_results(job.out, network, (network, _SUMMARY, _PLOT))
     settings = {} if job.config is None else read_settings(job.config)
     stage = stage_settings(settings, network)
-    where = f"{job.config or 'built-in settings'}: {network}.optimiser"
     entries = stage["optimiser"] | ({} if job.steps is None else {"steps": job.steps})
     return _Plan(
         job=job,
         network=network,
         settings=settings,
         stage=stage,
-        optimiser=made(OptimiserConfig, entries, where),
+        optimiser=made(OptimiserConfig, entries, job.where(f"{network}.optimiser")),
     )
 
 
@@ -277,9 +282,7 @@ def _verifier(plan: _Plan) -> dict[str, Any]:
     check_known(corpus, streams, config.vocab_size)
     mixture = domain_shares(stage.get("mixture", MIXTURE), list(streams))
     batches = TokenBatches(streams, mixture, length, rows, job.seed)
-    heldout = load_streams(corpus / PACKED, "heldout")
-    heldout = {name: s for name, s in heldout.items() if len(s) > 2 * length}
-    texts = {name: TokenBatches(heldout, {name: 1.0}, length, rows)[0] for name in heldout}
+    texts = heldout_windows(corpus, length, rows)
     if not texts:
         print(
             f"verifier: nothing is held back: no domain of {corpus} has more than {2 * length} "
@@ -345,10 +348,7 @@ def _drafter(plan: _Plan) -> dict[str, Any]:
     setting = _setting(
         plan,
         config,
-        recipe=dataclasses.asdict(recipe),
-        texts=texts.train.digest,
-        frozen=frozen,
-        padding=_padding(verifier, limit),
+        **_lessons(recipe, texts, frozen, verifier, limit),
     )
     with _reports(plan, setting) as reports:
         state = train_drafter(
@@ -367,8 +367,7 @@ def _drafter(plan: _Plan) -> dict[str, Any]:
         **_export(plan, config, state, setting),
         "before": before,
         "after": after,
-        "heldout": texts.held is not None,
-        "texts": texts.counts(config.depth),
+        **texts.facts(config.depth),
     }
 
 
@@ -397,10 +396,7 @@ def _weaver(plan: _Plan) -> dict[str, Any]:
     setting = _setting(
         plan,
         config,
-        recipe=dataclasses.asdict(recipe),
-        texts=texts.train.digest,
-        frozen=frozen,
-        padding=_padding(verifier, limit),
+        **_lessons(recipe, texts, frozen, verifier, limit),
         warm_start=given and digest(given[path].tobytes() for path in sorted(given)),
     )
     with _reports(plan, setting) as reports:
@@ -423,8 +419,7 @@ def _weaver(plan: _Plan) -> dict[str, Any]:
         **_export(plan, config, state, setting),
         "before": before,
         "after": after,
-        "heldout": texts.held is not None,
-        "texts": texts.counts(config.depth),
+        **texts.facts(config.depth),
     }
 
 
@@ -472,9 +467,21 @@ def _built(opened: Opened, dtype: jnp.dtype) -> Any:
     return build(opened.config, opened.load(np.dtype(dtype)))
 
 
-def _padding(verifier: Verifier, limit: int) -> int | None:
-    """Rows of the vocabulary that stand for no token; None where all do."""
-    return verifier.config.vocab_size - limit or None
+def _lessons(
+    recipe: DrafterRecipe | WeaverRecipe,
+    texts: _Texts,
+    frozen: Mapping[str, str],
+    verifier: Verifier,
+    limit: int,
+) -> dict[str, Any]:
+    """What decides the numbers of a run along a verifier's texts."""
+    return {
+        "recipe": dataclasses.asdict(recipe),
+        "texts": texts.train.digest,
+        "frozen": frozen,
+        # Rows of the vocabulary that stand for no token; None where all do.
+        "padding": verifier.config.vocab_size - limit or None,
+    }
 
 
 def _claim(plan: _Plan, sources: Mapping[str, Any]) -> None:
@@ -510,7 +517,7 @@ def _texts(
     file = opened.text_files / "tokenizer.json"
     tokenizer = file if file.is_file() else None
     options = stage_settings(plan.settings, "continuations")
-    check_lengths(options, depth, f"{job.config or 'built-in settings'}: continuations")
+    check_lengths(options, depth, job.where("continuations"))
     sources = corpus_sources(job.corpus, job.text, tokenizer)
     writing = {"seed": job.seed, "dtype": str(job.compute), "continuations": options}
     _claim(plan, {**sources, **networks, **writing})

@@ -137,6 +137,15 @@ def check_lengths(options: Mapping[str, Any], depth: int, where: str) -> None:
         )
 
 
+def refuse_given(options: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError if a stage "continuations" adds windows where nothing takes them."""
+    if options.get("given"):
+        raise ConfigError(
+            f"{where}: continuations.given is for `tfm train` alone, got {options['given']}: "
+            "continuations.given adds windows of the corpus to what that trains on"
+        )
+
+
 def check_seed(seed: int) -> None:
     """Raises ValueError if a seed is no unsigned integer of 32 bits."""
     value = as_int(seed)

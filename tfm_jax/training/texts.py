@@ -24,7 +24,7 @@ from tfm_jax.training.continuations import Continuations, generate_continuations
 from tfm_jax.training.corpus import check_folders, user_files
 from tfm_jax.training.prepare import prepare
 from tfm_jax.training.settings import check_count
-from tfm_jax.training.tokenizer import domain_shares
+from tfm_jax.training.tokenizer import check_known, domain_shares
 
 # Parts of Python's own library: real text that every machine has already.
 _SAMPLE = ("asyncio", "email", "http", "importlib", "json", "logging", "unittest", "urllib", "xml")
@@ -157,6 +157,16 @@ def training_streams(corpus: Path, window: int) -> Streams:
     return long_enough
 
 
+def heldout_windows(corpus: Path, length: int, rows: int = 16) -> dict[str, np.ndarray]:
+    """Windows [rows, length + 1] of each domain's held-back text, where it is long enough."""
+    streams = load_streams(corpus / PACKED, "heldout")
+    long_enough = {name: stream for name, stream in streams.items() if len(stream) > 2 * length}
+    return {
+        name: TokenBatches(long_enough, {name: 1.0}, length, rows)[0]  # seed 0: always the same
+        for name in long_enough
+    }
+
+
 def write_continuations(
     verifier: Verifier,
     corpus: Path,
@@ -232,11 +242,6 @@ def given_texts(
 def _windows(corpus: Path, width: int, rows: int, seed: int, vocab_limit: int) -> TokenBatches:
     """Batches of `rows` windows of `width` tokens, all below `vocab_limit`."""
     streams = training_streams(corpus, width - 1)
-    largest = max(int(np.max(stream)) for stream in streams.values())
-    if largest >= vocab_limit:
-        raise ValueError(
-            f"{corpus} holds token {largest}, the verifier's vocabulary has "
-            f"{vocab_limit} tokens: it was packed for another model"
-        )
+    check_known(corpus, streams, vocab_limit)
     mixture = domain_shares(MIXTURE, list(streams))
     return TokenBatches(streams, mixture, width - 1, rows, seed=seed)

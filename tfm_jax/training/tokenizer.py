@@ -115,13 +115,13 @@ def check_tokens(
         raise ConfigError(f"{file} {'; it '.join(problems)}")
 
 
-def check_known(corpus: Path, streams: Mapping[str, np.ndarray], rows: int) -> None:
-    """Raises ValueError if the packed text of a corpus holds a token from `rows` on."""
+def check_known(corpus: Path, streams: Mapping[str, np.ndarray], vocab_limit: int) -> None:
+    """Raises ValueError if the packed text of a corpus holds a token from `vocab_limit` on."""
     largest = max(int(np.max(stream)) for stream in streams.values())
-    if largest >= rows:
+    if largest >= vocab_limit:
         raise ValueError(
-            f"{corpus} holds token {largest}, the verifier's vocabulary has {rows} rows: it was "
-            "packed for another model"
+            f"{corpus} holds token {largest}, the verifier's vocabulary has {vocab_limit} tokens: "
+            "it was packed for another model"
         )
 
 
