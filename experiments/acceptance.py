@@ -7,7 +7,6 @@ The file is written again after every row, so that a stop keeps what was found.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -24,15 +23,19 @@ from rich.table import Table
 import tfm_jax
 from experiments import bootstrap
 from experiments.checkout import commit_id
-from experiments.options import check_positive, refusing
+from experiments.options import (
+    DOMAINS,
+    check_positive,
+    prompt_parser,
+    read_prompt_options,
+    tree_of,
+)
 from experiments.progress import log
 from experiments.store import store
 from tfm_jax.config import Sampling, TreeConfig
-from tfm_jax.files import check_new_file
 from tfm_jax.model import POCKET, Generation, Model
 
 RESULT = Path(__file__).parent / "results" / "acceptance.json"
-DOMAINS = ("prose", "code", "math", "chat")
 BUDGETS = (16, 32, 64, 128)
 SAMPLINGS = (
     Sampling(),
@@ -166,7 +169,7 @@ def common_setting(model: Model, name: str = POCKET) -> dict[str, str]:
 
 def _settings(budgets: Iterable[int]) -> list[tuple[str, TreeConfig]]:
     """Methods and shapes; raises ValueError for a budget that no tree has."""
-    shapes = [TreeConfig(budget=budget, expand=max(-(-budget // 16), 1)) for budget in budgets]
+    shapes = [tree_of(budget) for budget in budgets]
     trees = [(method, shape) for shape in shapes for method in ("ddtree", "tfm")]
     return [("ar", TreeConfig(budget=1)), ("dflash", TreeConfig(budget=15)), *trees]
 
@@ -182,22 +185,12 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Accepted length on the evaluation prompts.")
-    parser.add_argument("--model", default=POCKET, help="the embedded trio, or a directory")
+    parser = prompt_parser("Accepted length on the evaluation prompts.", count=80, out=RESULT)
     parser.add_argument("--budgets", type=int, nargs="+", default=list(BUDGETS))
-    parser.add_argument("--domains", nargs="+", choices=DOMAINS, default=list(DOMAINS))
-    parser.add_argument("--count", type=int, default=80, help="prompts a domain")
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--longest-prompt", type=int, default=256, help="in tokens")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--out", type=Path, default=RESULT, help="file to write")
-    parser.add_argument("--json", action="store_true", help="print the result instead of a table")
-    options = parser.parse_args(arguments)
-    with refusing(parser):
-        numbers = ("count", "new_tokens", "longest_prompt")
-        check_positive(**{name: getattr(options, name) for name in numbers})
-        _settings(options.budgets)
-        check_new_file(options.out)
+    options = read_prompt_options(
+        parser, arguments, "new_tokens", check=lambda options: _settings(options.budgets)
+    )
     result = measure(
         tfm_jax.load(options.model, dtype=options.dtype),
         budgets=options.budgets,

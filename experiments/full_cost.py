@@ -29,7 +29,7 @@ from experiments.checkout import commit_id
 from experiments.embedding import embed
 from experiments.embedding_check import largest_differences
 from experiments.loops import compile_loop
-from experiments.options import check_positive, refusing
+from experiments.options import check_positive, refusing, tree_of
 from experiments.progress import log
 from experiments.store import device_file, store
 from tfm_jax.checkpoints import StoredTrio, read_trio
@@ -73,8 +73,7 @@ class Setting:
 
     @property
     def shape(self) -> TreeConfig:
-        budget = max(self.budget, 1)
-        return TreeConfig(budget=budget, expand=-(-budget // 16))
+        return tree_of(max(self.budget, 1))
 
     @property
     def name(self) -> str:
@@ -354,7 +353,7 @@ def check_options(options: argparse.Namespace) -> None:
         longest_prompt=options.longest_prompt,
     )
     for budget in options.budgets:
-        TreeConfig(budget=budget, expand=max(-(-budget // 16), 1))
+        tree_of(budget)
     for temperature in options.temperatures:
         Sampling(temperature=temperature)
 

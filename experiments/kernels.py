@@ -313,8 +313,8 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         show(found, rates)
     log(f"written to {path}")
-    if wrong(found):
-        sys.exit("wrong results:\n" + "\n".join(wrong(found)))
+    if failed := wrong(found):
+        sys.exit("wrong results:\n" + "\n".join(failed))
 
 
 if __name__ == "__main__":

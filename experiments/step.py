@@ -32,7 +32,7 @@ from rich.table import Table
 from experiments.checkout import commit_id
 from experiments.kernels import read_rate
 from experiments.loops import compile_loop
-from experiments.options import check_positive, refusing
+from experiments.options import check_positive, refusing, tree_of
 from experiments.profiles import busy, by_name, kernels
 from experiments.progress import log
 from experiments.store import device_file, store
@@ -97,10 +97,9 @@ class Bench:
     trio: Trio
 
     def setting(self, method: str, budget: int, context: int) -> Setting:
-        depth = draft_depth(networks_for(self.trio, method), method)
-        budget = min(budget, depth) if method == "dflash" else budget
-        shape = TreeConfig(budget=max(budget, 1), expand=-(-budget // 16))
-        return Setting(method=method, shape=shape_for(self.trio, method, shape), context=context)
+        trio = networks_for(self.trio, method)
+        shape = shape_for(trio, method, tree_of(max(budget, 1)))
+        return Setting(method=method, shape=shape, context=context)
 
     def settings(
         self, methods: list[str], budgets: list[int], contexts: list[int]

@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.acceptance import DOMAINS
-from experiments.options import check_positive, refusing
+from experiments.options import prompt_parser, read_prompt_options
 from tfm_jax.config import Sampling
-from tfm_jax.files import check_new_file
-from tfm_jax.model import POCKET, Model, load
+from tfm_jax.model import Model, load
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,36 +52,21 @@ def text_parser(
     description: str, *, temperatures: Sequence[float], count: int, out: Path
 ) -> argparse.ArgumentParser:
     """Options of an experiment along such texts, with these defaults."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--model", default=POCKET, help="the embedded trio, or a directory")
+    parser = prompt_parser(description, count=count, out=out)
     parser.add_argument("--temperatures", type=float, nargs="+", default=list(temperatures))
-    parser.add_argument("--count", type=int, default=count, help="prompts a domain")
-    parser.add_argument("--longest-prompt", type=int, default=256, help="in tokens")
-    parser.add_argument("--domains", nargs="+", choices=DOMAINS, default=list(DOMAINS))
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--out", type=Path, default=out, help="file to write")
-    parser.add_argument("--json", action="store_true", help="print the result instead of a table")
     return parser
 
 
 def read_options(
-    parser: argparse.ArgumentParser, arguments: list[str] | None, *counts: str
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, *counts: str
 ) -> argparse.Namespace:
-    """Options of a `text_parser`; it ends the program for those that no run could have.
+    """As `read_prompt_options`, for a `text_parser`."""
+    return read_prompt_options(parser, arguments, *counts, check=_check_temperatures)
 
-    Args:
-      parser: of `text_parser`, perhaps with further options.
-      arguments: those of the command line if None.
-      counts: names of the further options that must be at least 1.
-    """
-    options = parser.parse_args(arguments)
-    with refusing(parser):
-        numbers = ("count", "longest_prompt", *counts)
-        check_positive(**{name: getattr(options, name) for name in numbers})
-        for temperature in options.temperatures:
-            Sampling(temperature=temperature)
-        check_new_file(options.out)
-    return options
+
+def _check_temperatures(options: argparse.Namespace) -> None:
+    for temperature in options.temperatures:
+        Sampling(temperature=temperature)
 
 
 def text_arguments(options: argparse.Namespace) -> dict[str, Any]:
