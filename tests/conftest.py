@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tfm_jax.checkpoints import module_params, write_hf
 from tfm_jax.config import DrafterConfig, VerifierConfig, WeaverConfig
 from tfm_jax.decoding.state import Trio
 from tfm_jax.models.dflash import Drafter
@@ -98,6 +99,14 @@ def tiny_trio() -> Trio:
         drafter=livelier(Drafter(DRAFTER, rngs=nnx.Rngs(2)), 2),
         weaver=livelier(Weaver(WEAVER, rngs=nnx.Rngs(3)), 3),
     )
+
+
+def write_trio(trio: Trio, folder: Path) -> None:
+    """Writes all three networks into a folder, in their published layouts."""
+    networks = {"verifier": trio.verifier, "dflash": trio.drafter, "weaver": trio.weaver}
+    for name, network in networks.items():
+        assert network is not None
+        write_hf(folder / name, network.config, module_params(network))
 
 
 @pytest.fixture(scope="session")

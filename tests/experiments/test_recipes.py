@@ -16,8 +16,8 @@ import tfm_jax
 from experiments import recipes, text_sets
 from experiments.acceptance import DOMAINS
 from experiments.replay import by_domain, summarise
-from tests.conftest import WEAVER
-from tfm_jax.checkpoints import module_params, read_trio, write_hf
+from tests.conftest import WEAVER, write_trio
+from tfm_jax.checkpoints import read_trio
 from tfm_jax.decoding.state import Trio
 from tfm_jax.training.trainer import OptimiserConfig
 from tfm_jax.training.weaver import WeaverRecipe
@@ -37,15 +37,7 @@ TEXTS = {
 @pytest.fixture
 def folder(tiny_trio: Trio, tmp_path: Path) -> Path:
     """A trio on disk."""
-    parts = {
-        "verifier": tiny_trio.verifier,
-        "dflash": tiny_trio.drafter,
-        "weaver": tiny_trio.weaver,
-    }
-    for name, module in parts.items():
-        assert module is not None
-        params = {k: np.asarray(v) for k, v in module_params(module).items()}
-        write_hf(tmp_path / "trio" / name, module.config, params)
+    write_trio(tiny_trio, tmp_path / "trio")
     return tmp_path / "trio"
 
 

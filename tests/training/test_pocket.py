@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import tfm_jax
+from tests.conftest import DRAFTER, VERIFIER, WEAVER, write_trio
 from tfm_jax.checkpoints import module_params, read_trio, write_hf
 from tfm_jax.checkpoints.opened import open_verifier
 from tfm_jax.config import ConfigError
@@ -259,25 +260,13 @@ def test_times_may_be_left_out(corpus: Path, tmp_path: Path) -> None:
 def trio(tiny_trio: Trio, tmp_path: Path) -> Path:
     """A folder that all stages have run in, as far as later ones can tell, and `config.json`."""
     out = tmp_path / "trio"
-    networks = {
-        "verifier": tiny_trio.verifier,
-        "dflash": tiny_trio.drafter,
-        "weaver": tiny_trio.weaver,
-    }
-    for name, network in networks.items():
-        assert network is not None
-        write_hf(out / name, network.config, module_params(network))
+    write_trio(tiny_trio, out)
     (out / "continuations.npz").touch()
     digest = network_digest(open_verifier(out / "verifier"))
     entries = {stage: {"verifier_sha256": digest} for stage in pocket.STAGES}
     (out / "provenance.json").write_text(json.dumps(entries))
-    sizes = {"verifier": "verifier", "drafter": "dflash", "weaver": "weaver"}
-    settings = tiny()
-    for part, name in sizes.items():
-        network = networks[name]
-        assert network is not None
-        settings[part] = dataclasses.asdict(network.config)
-    written(settings, tmp_path)
+    parts = {"verifier": VERIFIER, "drafter": DRAFTER, "weaver": WEAVER}
+    written(tiny() | {part: dataclasses.asdict(sizes) for part, sizes in parts.items()}, tmp_path)
     return out
 
 
