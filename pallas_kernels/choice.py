@@ -75,6 +75,11 @@ def interpreted() -> bool:
     return jax.default_backend() == "cpu"
 
 
+def capability() -> str:
+    """Compute capability of the default device, "unknown" if that is no NVIDIA GPU."""
+    return str(getattr(jax.local_devices()[0], "compute_capability", "unknown"))
+
+
 def _check(implementation: Implementation) -> None:
     if implementation not in typing.get_args(Implementation):
         options = ", ".join(typing.get_args(Implementation))
@@ -86,10 +91,10 @@ def _unsupported_device(platform: str) -> str | None:
         return None
     if platform not in ("gpu", "cuda"):
         return f"it needs an NVIDIA GPU, got platform {platform!r}"
-    capability = str(getattr(jax.local_devices()[0], "compute_capability", "unknown"))
-    if capability in _CAPABILITIES:
+    found = capability()
+    if found in _CAPABILITIES:
         return None
-    return f"it needs compute capability {', '.join(_CAPABILITIES)}, got {capability}"
+    return f"it needs compute capability {', '.join(_CAPABILITIES)}, got {found}"
 
 
 @functools.cache

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.choice import Implementation, choose, interpreted
+from pallas_kernels.choice import Implementation, capability, choose, interpreted
 from pallas_kernels.concrete import concrete
-from pallas_kernels.tree_attention import pallas, reference, xla
+from pallas_kernels.tree_attention import mosaic, pallas, reference, xla
 from pallas_kernels.tree_attention.gate import Gate, check_gate
 
 
@@ -43,7 +43,9 @@ def tree_attention(
         whole cache is seen if not given. Own rows are for `visible` alone to choose.
       gate: its sigmoid multiplies the result before that is rounded.
       implementation: "auto" takes "pallas" on a GPU that supports the shape, else "xla".
-        "pallas" runs interpreted on a CPU. "reference" forms all scores.
+        "pallas" is one of two kernels: on Hopper that of `mosaic.py` for many rows over a long
+        cache, else that of `pallas.py`, which runs interpreted on a CPU. "reference" forms all
+        scores.
 
     Returns:
       [N, H, D] in the type of `q`; a row that sees nothing is zero.
@@ -70,6 +72,8 @@ def tree_attention(
         return reference.attend(*args, scale=factor, window=window, gate=gate)
     if chosen == "xla":
         return xla.attend(*args, scale=factor, window=window, gate=gate)
+    if capability() == mosaic.CAPABILITY and mosaic.faster(q, keys, window):
+        return mosaic.attend(*args, scale=factor, gate=gate)
     return pallas.attend(*args, scale=factor, window=window, gate=gate, interpret=interpreted())
 
 

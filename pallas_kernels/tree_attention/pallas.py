@@ -22,12 +22,11 @@ from pallas_kernels.blocks import MIN_BLOCK, padded, span
 from pallas_kernels.checks import check_power
 from pallas_kernels.splitting import dot, split
 from pallas_kernels.tree_attention.gate import Gate
+from pallas_kernels.tree_attention.join import NOTHING, Parts, inside_columns, join
 
 MAX_SIZE = 256
 _PROCESSORS = 132
 _WORD = 32  # bits
-_NOTHING = -1e30  # below every score, and finite: its difference to itself is zero
-_JOINED = 4096  # elements that a program of the second launch holds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,8 +127,7 @@ def attend(
     row_blocks = pl.cdiv(rows, config.block_q)
     splits = max(1, min(config.programs // (groups * row_blocks), key_blocks))
     height = row_blocks * config.block_q
-    length = length.reshape(1)
-    flat = q.reshape(nodes * heads, size)
+    length = jnp.clip(length, 0, capacity)
 
     part = jax.ShapeDtypeStruct((splits, groups, height), jnp.float32)
     mix = jax.ShapeDtypeStruct((splits, groups, height, size), jnp.float32)
@@ -150,29 +148,19 @@ def attend(
         ),
         interpret=interpret,
         name="tree_attention_splits",
-    )(length, flat, own_keys, own_values, *_pack(visible), keys, values)
-
-    joined = pl.next_power_of_2(splits)
-    block_d = min(padded(size), max(_JOINED // joined, MIN_BLOCK))
-    out = pl.pallas_call(
-        functools.partial(
-            _join_kernel,
-            heads=heads,
-            nodes=nodes,
-            capacity=capacity,
-            window=window,
-            gate_columns=None if gate is None else (gate.first, gate.step),
-            joined=joined,
-            block_d=block_d,
-            block_k=config.block_k,
-        ),
-        grid=(pl.cdiv(size, block_d), nodes * heads),
-        out_shape=jax.ShapeDtypeStruct(flat.shape, q.dtype),
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
-        name="tree_attention_join",
-    )(length, *parts, *(() if gate is None else (gate.logits,)))
-    return out.reshape(q.shape)
+    )(
+        length.reshape(1),
+        q.reshape(nodes * heads, size),
+        own_keys,
+        own_values,
+        *_pack(visible),
+        keys,
+        values,
+    )
+    in_use = functools.partial(
+        _in_use, nodes=nodes, window=window, splits=splits, block_k=config.block_k
+    )
+    return join(Parts(*parts), length, in_use, q, gate, interpret)
 
 
 def _split_kernel(
@@ -195,11 +183,11 @@ def _split_kernel(
     packed: bool,
 ):
     inputs = (q_ref, own_keys_ref, own_values_ref, visible_ref, used_ref, keys_ref, values_ref)
-    groups, capacity, _ = keys_ref.shape
+    groups = keys_ref.shape[0]
     nodes, splits = own_keys_ref.shape[1], mix_ref.shape[0]
     row_block, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    length = jnp.clip(length_ref[0], 0, capacity)
-    blocks, share, _ = _cut(nodes, length, window, splits, config.block_k)
+    length = length_ref[0]
+    blocks, share = _cut(nodes, length, window, splits, config.block_k)[:2]
     first = part * share
     last = jnp.minimum(first + share, blocks)
     start = row_block * config.block_q
@@ -216,7 +204,7 @@ def _split_kernel(
         real = row < nodes * (heads // groups)
         for chunk, x in enumerate(mixed):
             columns = span(chunk, config.block_d)
-            inside = _inside(mix_ref.shape[3], chunk, x.shape)
+            inside = inside_columns(mix_ref.shape[3], chunk, x.shape)
             mask = real if inside is None else real & inside
             pltriton.store(mix_ref.at[part, head, rows, columns], x, mask=mask)
 
@@ -233,6 +221,13 @@ def _cut(nodes: int, length: jax.Array, window: int | None, splits: int, block_k
         blocks -= lax.div(_first_seen(length, window), block_k)
     share = lax.div(blocks + (splits - 1), splits)
     return blocks, share, lax.div(blocks + (share - 1), share)
+
+
+def _in_use(
+    length: jax.Array, row: jax.Array, *, nodes: int, window: int | None, splits: int, block_k: int
+) -> jax.Array:
+    """How many parts a row has."""
+    return _cut(nodes, length, window, splits, block_k)[2]
 
 
 def _attend_block(
@@ -341,7 +336,7 @@ def _attend_block(
         return advance(state, keys_ref, values_ref, block, seen, past, past)
 
     state = (
-        jnp.full((block_q,), _NOTHING, jnp.float32),
+        jnp.full((block_q,), NOTHING, jnp.float32),
         jnp.zeros((block_q,), jnp.float32),
         tuple(jnp.zeros((block_q, config.block_d), jnp.float32) for _ in chunks),
     )
@@ -385,55 +380,6 @@ def _packed_weights(scores: jax.Array, top: jax.Array, factor: float) -> jax.Arr
     return weights
 
 
-def _join_kernel(
-    length_ref,
-    mix_ref,
-    top_ref,
-    sum_ref,
-    *gate_and_out_refs,
-    heads: int,
-    nodes: int,
-    capacity: int,
-    window: int | None,
-    gate_columns: tuple[int, int] | None,
-    joined: int,
-    block_d: int,
-    block_k: int,
-):
-    *gate_refs, out_ref = gate_and_out_refs
-    chunk, row = pl.program_id(0), pl.program_id(1)
-    groups, size = mix_ref.shape[1], mix_ref.shape[3]
-    ratio = heads // groups
-    node, member = lax.div(row, heads), lax.rem(row, heads)
-    head, flat = lax.div(member, ratio), node * ratio + lax.rem(member, ratio)
-    logits = None
-    if gate_columns is not None:  # asked for before anything is waited for
-        first, step = gate_columns
-        logits = _columns(gate_refs[0], node, first + member * step, chunk, block_d, size)
-    length = jnp.clip(length_ref[0], 0, capacity)
-    *_, active = _cut(nodes, length, window, mix_ref.shape[0], block_k)
-
-    part = lax.broadcasted_iota(jnp.int32, (joined,), 0)
-    there, parts = part < active, span(0, joined)
-    top = pltriton.load(top_ref.at[parts, head, flat], mask=there, other=jnp.float32(_NOTHING))
-    total = pltriton.load(sum_ref.at[parts, head, flat], mask=there, other=jnp.float32(0))
-    columns = span(chunk, block_d)
-    mask = jnp.broadcast_to(there[:, None], (joined, block_d))
-    inside = _inside(size, chunk, (joined, block_d))
-    mixed = pltriton.load(
-        mix_ref.at[parts, head, flat, columns],
-        mask=mask if inside is None else mask & inside,
-        other=jnp.float32(0),
-    )
-    weight = jnp.exp2(top - jnp.max(top))
-    total = jnp.sum(weight * total)
-    out = jnp.sum(weight[:, None] * mixed, axis=0) / jnp.where(total > 0, total, 1.0)
-    mask = _inside(size, chunk, (block_d,))
-    if logits is not None:
-        out = out * jax.nn.sigmoid(logits.astype(jnp.float32))
-    pltriton.store(out_ref.at[row, columns], out.astype(out_ref.dtype), mask=mask)
-
-
 def _pack(visible: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Who is seen as bits, int32 [words, N], and who is seen by anyone, int8 [N].
 
@@ -468,28 +414,14 @@ def _rows(ref, index: jax.Array, there: jax.Array, chunk: int, config: Config) -
     )
 
 
-def _columns(ref, row, first, chunk, block_d: int, size: int) -> jax.Array:
-    """A chunk of the `size` columns of a row from `first` on, zeros beyond them."""
-    column = chunk * block_d + lax.broadcasted_iota(jnp.int32, (block_d,), 0)
-    index = (jnp.full(column.shape, row, jnp.int32), first + column)
-    return pltriton.load(ref.at[index], mask=column < size, other=jnp.zeros((), ref.dtype))
-
-
 def _tile(ref, head, start, there: jax.Array | None, chunk: int, config: Config) -> jax.Array:
     """A block of rows of one head and a chunk of the columns, zeros where `there` is false."""
     shape = (config.block_k, config.block_d)
     mask = None if there is None else jnp.broadcast_to(there[:, None], shape)
-    inside = _inside(ref.shape[2], chunk, shape)
+    inside = inside_columns(ref.shape[2], chunk, shape)
     if inside is not None:
         mask = inside if mask is None else mask & inside
     tile = ref.at[head, pl.Slice(start, config.block_k), span(chunk, config.block_d)]
     if mask is None:
         return pltriton.load(tile)
     return pltriton.load(tile, mask=mask, other=jnp.zeros((), ref.dtype))
-
-
-def _inside(size: int, chunk: jax.Array | int, shape: tuple[int, ...]) -> jax.Array | None:
-    """Mask of the last axis where a chunk hangs over the columns; None if none does."""
-    if size % shape[-1] == 0:
-        return None
-    return chunk * shape[-1] + lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1) < size

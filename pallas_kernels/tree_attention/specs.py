@@ -223,6 +223,22 @@ SMALL = (
     Spec(name="short_in_long", nodes=3, ratio=1, length=70, capacity=4096, blind=1),
 )
 
+# For the kernel on Mosaic GPU, which takes heads and caches of whole tiles: lengths about the edges
+# of blocks, hostile scores, rows and keys that make more than one program.
+_TILED: dict[str, Any] = {"nodes": 6, "ratio": 3, "size": 64, "capacity": 192, "blind": 2}
+TILED = (
+    Spec(name="tiled_rising", length=129, scores="rising", **_TILED),
+    Spec(name="tiled_full", length=192, **_TILED),
+    Spec(name="tiled_empty", length=0, **_TILED),
+    Spec(name="tiled_rows", nodes=70, ratio=2, size=64, length=100, capacity=128, blind=7),
+    *(Spec(name=f"tiled_{length}", length=length, **_TILED) for length in (1, 63, 64, 65, 191)),
+    *(
+        Spec(name=f"tiled_{s}", length=150, scores=s, **_TILED)
+        for s in ("sharp", "falling", "equal")
+    ),
+    Spec(name="tiled_heads", nodes=9, groups=2, ratio=6, size=128, length=200, capacity=256),
+)
+
 
 def _real(name: str, nodes: int, length: int, capacity: int, **changes) -> Spec:
     layout: dict[str, Any] = {"groups": 4, "ratio": 6, "size": 256} | changes

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.tree_attention import pallas, tree_attention
+from pallas_kernels.tree_attention import mosaic, pallas, tree_attention
 from pallas_kernels.tree_attention.specs import (
     REAL,
     SMALL,
+    TILED,
     TOLERANCE,
     Spec,
     error,
@@ -98,9 +99,51 @@ def test_not_ahead():
     assert error(out, exact) < TOLERANCE["bfloat16"]
 
 
-def test_auto_takes_the_kernel():
-    args = problem(REAL[0])[0].arguments(jnp.bfloat16)
-    assert "xla.gpu.triton" in jax.jit(lambda *a: tree_attention(*a)).lower(*args).as_text()
+def tiled(spec: Spec) -> bool:
+    return not mosaic.refusal(spec.size, spec.capacity, jnp.bfloat16, spec.window)
+
+
+def mosaic_attend(spec: Spec, **kwargs):
+    return jax.jit(functools.partial(mosaic.attend, scale=spec.size**-0.5, **kwargs))
+
+
+@pytest.fixture
+def hopper():
+    if jax.local_devices()[0].compute_capability != mosaic.CAPABILITY:
+        pytest.skip("needs a Hopper GPU")
+
+
+@specs(tuple(spec for spec in (*TILED, *REAL) if tiled(spec)))
+def test_mosaic(hopper, spec):
+    inputs, exact = problem(spec)
+    call, args = mosaic_attend(spec), inputs.poisoned().arguments(jnp.bfloat16)
+    out = call(*args)
+    assert error(out, exact) < TOLERANCE["bfloat16"]
+    np.testing.assert_array_equal(out, call(*args))
+
+
+@specs(TILED[:2])
+def test_mosaic_in_other_cuts(hopper, spec):
+    inputs, exact = problem(spec)
+    args = inputs.poisoned().arguments(jnp.bfloat16)
+    for config in (mosaic.Config(programs=1, stages=1), mosaic.Config(programs=3, stages=3)):
+        out = mosaic_attend(spec, config=config)(*args)
+        assert error(out, exact) < TOLERANCE["bfloat16"]
+
+
+def test_mosaic_of_many_at_once(hopper):
+    args = problem(TILED[0])[0].poisoned().arguments(jnp.bfloat16)
+    call = mosaic_attend(TILED[0])
+    other = (args[0][:, ::-1], *args[1:])
+    both = jax.vmap(call)(*(jnp.stack(pair) for pair in zip(args, other, strict=True)))
+    for out, alone in zip(both, (call(*args), call(*other)), strict=True):
+        np.testing.assert_array_equal(out, alone)
+
+
+def test_auto_takes_the_kernels(hopper):
+    for spec, name in ((REAL[0], "xla.gpu.triton"), (REAL[5], "mosaic_gpu")):
+        args = problem(spec)[0].arguments(jnp.bfloat16)
+        assert name in jax.jit(lambda *a: tree_attention(*a)).lower(*args).as_text()
 
 
 def test_xla_fallback(compiled):

@@ -1,0 +1,160 @@
+"""Tree attention on Mosaic GPU: interpreted against float64, and lowered for Hopper."""
+
+import dataclasses
+import functools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hopper import lower_for_hopper
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+from pallas_kernels.tree_attention import Gate, mosaic, pallas, tree_attention
+from pallas_kernels.tree_attention.specs import (
+    TILED,
+    TOLERANCE,
+    Spec,
+    benchmark_spec,
+    error,
+    make_gate,
+    make_inputs,
+    solve,
+    solve_gated,
+)
+
+# As many programs as give every split of the keys few blocks, and some none.
+CONFIG = mosaic.Config(programs=4)
+
+
+def attend(spec: Spec, *args, **kwargs) -> jax.Array:
+    """Not under `jit`: there the interpreter waits for itself."""
+    kwargs = {"scale": spec.size**-0.5, "config": CONFIG} | kwargs
+    return mosaic.attend(*args, interpreter=InterpretGPUParams(), **kwargs)
+
+
+def check(spec: Spec) -> None:
+    inputs = make_inputs(spec).rounded()
+    out = attend(spec, *inputs.poisoned().arguments(jnp.bfloat16))
+    assert out.dtype == jnp.bfloat16
+    assert error(out, solve(inputs)) < TOLERANCE["bfloat16"]
+
+
+def specs(cases: tuple[Spec, ...]):
+    return pytest.mark.parametrize("spec", cases, ids=lambda spec: spec.name)
+
+
+@specs(TILED[:4])
+def test_values(spec) -> None:
+    check(spec)
+
+
+@pytest.mark.slow
+@specs(TILED[4:])
+def test_more_values(spec) -> None:
+    check(spec)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 3])
+def test_any_number_of_stages(stages) -> None:
+    """Blocks wait for their place in shared memory, however few or many places there are."""
+    inputs = make_inputs(TILED[0]).rounded()
+    args = inputs.poisoned().arguments(jnp.bfloat16)
+    out = attend(TILED[0], *args, config=dataclasses.replace(CONFIG, programs=1, stages=stages))
+    assert error(out, solve(inputs)) < TOLERANCE["bfloat16"]
+
+
+def test_gate_and_lengths_out_of_range() -> None:
+    spec = TILED[1]
+    inputs, gate = make_inputs(spec).rounded(), make_gate(spec, jnp.bfloat16)
+    *args, _ = inputs.arguments(jnp.bfloat16)
+    out = attend(spec, *args, jnp.int32(2**30), gate=gate)
+    assert error(out, solve_gated(solve(inputs), gate)) < TOLERANCE["bfloat16"]
+
+
+def shapes(spec: Spec) -> list[jax.ShapeDtypeStruct]:
+    arrays = dataclasses.replace(spec, capacity=spec.capacity // 64 * 64)
+    own = (arrays.groups, arrays.nodes, arrays.size)
+    cache = (arrays.groups, arrays.capacity, arrays.size)
+    q = (arrays.nodes, arrays.groups * arrays.ratio, arrays.size)
+    made = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (q, own, own, cache, cache)]
+    visible = jax.ShapeDtypeStruct((arrays.nodes, arrays.nodes), jnp.bool_)
+    return [*made[:3], visible, *made[3:], jax.ShapeDtypeStruct((), jnp.int32)]
+
+
+LAYOUTS = (
+    benchmark_spec(65, 8192),
+    benchmark_spec(16, 32768),
+    Spec(name="size_128", nodes=33, groups=2, ratio=4, size=128, length=1, capacity=4096),
+    Spec(name="size_64", nodes=129, groups=8, ratio=2, size=64, length=1, capacity=4096),
+)
+
+
+@specs(LAYOUTS)
+def test_lowers_for_hopper(spec) -> None:
+    text = lower_for_hopper(functools.partial(mosaic.attend, scale=0.1), *shapes(spec))
+    assert "mosaic_gpu" in text
+    assert "xla.gpu.triton" in text  # the parts are joined there
+
+
+def test_gate_lowers_for_hopper() -> None:
+    gate = Gate(logits=jax.ShapeDtypeStruct((65, 14336), jnp.bfloat16), first=256, step=512)
+    call = lambda gate, *args: mosaic.attend(*args, scale=0.1, gate=gate)
+    assert "65x14336xbf16" in lower_for_hopper(call, gate, *shapes(LAYOUTS[0]))
+
+
+@pytest.mark.parametrize(
+    ("spec", "capability", "dtype", "window", "taken"),
+    [
+        (LAYOUTS[0], "9.0", jnp.bfloat16, None, "mosaic"),
+        (LAYOUTS[1], "9.0", jnp.bfloat16, None, "mosaic"),
+        (LAYOUTS[0], "8.0", jnp.bfloat16, None, "pallas"),
+        (LAYOUTS[0], "10.0", jnp.bfloat16, None, "pallas"),
+        (LAYOUTS[0], "9.0", jnp.float32, None, "pallas"),
+        (LAYOUTS[0], "9.0", jnp.bfloat16, 2048, "pallas"),
+        (benchmark_spec(65, 1024), "9.0", jnp.bfloat16, None, "pallas"),
+        (benchmark_spec(9, 32768), "9.0", jnp.bfloat16, None, "pallas"),
+    ],
+)
+def test_is_taken_on_hopper_for_many_rows_over_a_long_cache(
+    monkeypatch, spec, capability, dtype, window, taken
+) -> None:
+    device, called = SimpleNamespace(compute_capability=capability), []
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    for module in (mosaic, pallas):
+        name = module.__name__.rpartition(".")[2]
+        monkeypatch.setattr(
+            module, "attend", lambda q, *_, name=name, **__: called.append(name) or q
+        )
+    args = [
+        jax.ShapeDtypeStruct(x.shape, dtype if x.dtype == jnp.bfloat16 else x.dtype)
+        for x in shapes(spec)
+    ]
+    jax.eval_shape(functools.partial(tree_attention, window=window), *args)
+    assert called == [taken]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"size": 80}, "heads of 64, 128, 192 or 256 columns, got 80"),
+        ({"size": 320}, "heads of 64, 128, 192 or 256 columns, got 320"),
+        ({"capacity": 200}, "whole blocks of 64 rows, got 200"),
+    ],
+)
+def test_refuses_shapes(change, message) -> None:
+    spec = dataclasses.replace(TILED[0], length=3, **change)
+    args = make_inputs(spec).arguments(jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match=message):
+        mosaic.attend(*args, scale=1.0)
+
+
+def test_refuses_float32_and_bad_cuts() -> None:
+    with pytest.raises(NotImplementedError, match="takes bfloat16, got float32"):
+        mosaic.attend(*make_inputs(TILED[0]).arguments(), scale=1.0)
+    with pytest.raises(ValueError, match="programs and stages must be at least 1"):
+        mosaic.Config(programs=0)
+    with pytest.raises(ValueError, match="programs and stages must be at least 1"):
+        mosaic.Config(stages=0)
