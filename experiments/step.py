@@ -102,9 +102,12 @@ class Bench:
         return Setting(method=method, shape=shape, context=context)
 
     def settings(
-        self, methods: list[str], budgets: list[int], contexts: list[int]
+        self, methods: list[str], budgets: list[int], contexts: list[int], everywhere: bool
     ) -> list[Setting]:
-        """All methods and budgets at the first context; plain decoding and `tfm` at the others."""
+        """All methods and budgets at the first context; plain decoding and `tfm` at the others.
+
+        There `tfm` has the typical budget, or each of them if that is wanted `everywhere`.
+        """
         first, middle = contexts[0], typical(budgets)
         found = [self.setting("ar", middle, context) for context in contexts]
         if "dflash" in methods:
@@ -112,7 +115,8 @@ class Bench:
         trees = [m for m in ("ddtree", "tfm") if m in methods]
         found += [self.setting(method, budget, first) for method in trees for budget in budgets]
         if "tfm" in methods:
-            found += [self.setting("tfm", middle, context) for context in contexts[1:]]
+            later = budgets if everywhere else [middle]
+            found += [self.setting("tfm", b, context) for context in contexts[1:] for b in later]
         return found
 
     def networks(self, setting: Setting) -> Trio:
@@ -415,13 +419,14 @@ def measure(
     methods: list[str],
     budgets: list[int],
     contexts: list[int],
+    everywhere: bool,
     prefills: list[int],
     phased: bool,
     profiled: bool,
 ) -> Iterator[dict[str, Any]]:
     """Runs everything; yields what is known so far, at the end the whole report."""
     rates = {"read": read_rate(), "matrix": matrix_rate()} if on_gpu() else {}
-    settings = bench.settings(methods, budgets, contexts)
+    settings = bench.settings(methods, budgets, contexts, everywhere)
     first = [setting for setting in settings if setting.context == contexts[0]]
     phases = list(dict.fromkeys(phase for setting in first for phase in phases_of(setting)))
     programs, chains = compile_all(bench, settings, phases if phased else [], contexts[0])
@@ -520,6 +525,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--budgets", type=int, nargs="+", default=[16, 32, 64, 128])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 32768, 131072])
+    parser.add_argument(
+        "--all-contexts", action="store_true", help="time tfm with every budget at all contexts"
+    )
     parser.add_argument("--prefill", type=int, nargs="+", default=[4096, 32768])
     parser.add_argument("--accepted", type=float, nargs="+", default=[2, 4, 6, 8])
     parser.add_argument("--no-phases", action="store_true", help="time whole rounds only")
@@ -556,6 +564,7 @@ def main(arguments: list[str] | None = None) -> None:
             methods=options.methods,
             budgets=options.budgets,
             contexts=options.contexts,
+            everywhere=options.all_contexts,
             prefills=options.prefill,
             phased=not options.no_phases,
             profiled=on_gpu() and not options.no_profile,
