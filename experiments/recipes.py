@@ -205,10 +205,14 @@ def open_networks(path: str | Path) -> Networks:
 
 
 def with_weaver(networks: Networks, params: Params) -> Trio:
-    """The float32 trio with another Weaver, rounded to bfloat16 as its file will hold it."""
+    """The float32 trio with another Weaver."""
     graph, _ = nnx.split(nnx.eval_shape(lambda: Weaver(networks.config, rngs=nnx.Rngs(0))))
-    stored = {k: v.astype(jnp.bfloat16).astype(jnp.float32) for k, v in params.items()}
-    return dataclasses.replace(networks.model.trio, weaver=fill(graph, stored), growth=None)
+    return dataclasses.replace(networks.model.trio, weaver=fill(graph, params), growth=None)
+
+
+def as_stored(params: Params) -> Params:
+    """Parameters rounded to bfloat16, as the file of a trained Weaver holds them."""
+    return {k: v.astype(jnp.bfloat16).astype(jnp.float32) for k, v in params.items()}
 
 
 def compile_step(networks: Networks, learning: Learning, recipe: WeaverRecipe) -> Step:
@@ -499,7 +503,7 @@ def train_second(
 def judge(run: Run, params: Params, judging: TextSet) -> dict[tuple[str, str], Measured]:
     """Replays along the evaluation texts; rounds by Weaver and method."""
     first = with_weaver(run.networks, run.networks.first)
-    second = with_weaver(run.networks, params)
+    second = with_weaver(run.networks, as_stored(params))
     found = {("first", method): replay_all(first, judging, method) for method in METHODS}
     found["second", "tfm"] = replay_all(second, judging, "tfm")
     for (weaver, method), rounds in found.items():
@@ -523,7 +527,7 @@ def decode(
     A row says for how many prompts the rounds are those of the replay.
     """
     model, new_tokens = run.networks.model, run.plan.new_tokens
-    second = _served(model, with_weaver(run.networks, params))
+    second = _served(model, with_weaver(run.networks, as_stored(params)))
     longest = 0.0
     for weaver, method in (("second", "tfm"), *(("first", method) for method in METHODS)):
         for setting in SETTINGS[:2]:
@@ -572,7 +576,7 @@ def _train(
 
 def _choose(run: Run, name: str, params: Params, yardstick: Yardstick) -> list[dict[str, Any]]:
     """Replays a Weaver along the held-back texts and adds its rows to the result."""
-    rounds = replay_all(with_weaver(run.networks, params), yardstick.choosing, "tfm")
+    rounds = replay_all(with_weaver(run.networks, as_stored(params)), yardstick.choosing, "tfm")
     names = {"weaver": name, "method": "tfm"}
     rows = rows_beside(names, yardstick.choosing, rounds, {"base": yardstick.base})
     run.result["held_back"] += rows

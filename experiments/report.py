@@ -308,11 +308,13 @@ def _case(row: dict[str, Any]) -> str:
 def step_table(result: dict[str, Any]) -> str:
     """Whole rounds at full size."""
     # The method with the most phases has all of them, in order.
-    parts = max((list(row.get("phases_ms", {})) for row in result["rounds"]), key=len)
+    shortest = min(row["context"] for row in result["rounds"])  # the others are in `context_table`
+    rows = [row for row in result["rounds"] if row["context"] == shortest]
+    parts = max((list(row.get("phases_ms", {})) for row in rows), key=len)
     titles = ["method", "drafted nodes", "context", "round, ms", "x plain"]
     titles += [f"{part}, ms" for part in parts]
     lines = [f"| {' | '.join(titles)} |", "| --- " * len(titles) + "|"]
-    for row in result["rounds"]:
+    for row in rows:
         ms = row.get("phases_ms", {})
         cells = [
             f"`{row['method']}`",
@@ -339,6 +341,58 @@ def step_table(result: dict[str, Any]) -> str:
         f"{_idle(result)}{_note(result)}",
     ]
     return "\n".join(lines)
+
+
+def context_table(result: dict[str, Any]) -> str:
+    """Whole rounds by length of the text."""
+    rounds = {(row["context"], row["budget"]): row for row in result["rounds"]}
+    budgets = sorted({budget for _, budget in rounds if budget})
+    lines = [
+        f"| context | plain, ms | floor, ms |{''.join(f' `tfm` {b}, ms |' for b in budgets)}",
+        "| --- " * (3 + len(budgets)) + "|",
+    ]
+    for context in sorted({context for context, _ in rounds}):
+        cells = [str(context), f"{rounds[context, 0]['round_ms']:.2f}"]
+        cells.append(f"{result['floors_ms'][str(context)]:.2f}")
+        drafting = (rounds[context, budget] for budget in budgets)
+        cells += [f"{row['round_ms']:.2f} ({row['ratio_to_ar']:.2f}x)" for row in drafting]
+        lines.append(f"| {' | '.join(cells)} |")
+    peak = result["peak_memory_bytes"] / 1e9
+    lines += [
+        "",
+        f"{result['preset']} shapes with random weights, {result['dtype']}, T = 0, batch 1, one "
+        f"{result['device']}, jax {result['jax']}, commit {result['commit']}; drafted nodes, and "
+        "times plain decoding at the same context. Floor of plain decoding: weights, state, keys "
+        f"and values at the {result['read_bandwidth_gbs'] / 1e3:.2f} TB/s measured in the same "
+        f"run. Memory at the longest context: {peak:.0f} GB.{_note(result)}",
+    ]
+    return "\n".join(lines)
+
+
+def attention_table(result: dict[str, Any]) -> str:
+    """The kernel for long caches against what bounds it."""
+    lines = [
+        "| context | time, us | least arithmetic, us | reading the cache once, us |",
+        "| --- | --- | --- | --- |",
+    ]
+    for row in result["ops"]["tree_attention"]:
+        if row.get("pallas_note") != "mosaic" or "capacity" in row:
+            continue
+        us = row["pallas_us"]
+        bounds = (row["arithmetic_floor_us"], row["memory_floor_us"])
+        cells = " | ".join(f"{bound:.1f} ({us / bound:.1f}x)" for bound in bounds)
+        lines.append(f"| {row['context']} | {us:.1f} | {cells} |")
+    rows = result["ops"]["tree_attention"][0]["rows"]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"{rows} tree rows, 24 query heads over 4 of 256, bfloat16, one {result['device']}, "
+            f"jax {result['jax']}, commit {result['commit']}; median inside one jitted chain over "
+            f"inputs rotated past the cache, at {result['read_bandwidth_gbs'] / 1e3:.2f} TB/s and "
+            f"{result['matrix_tflops']:.0f} TFLOP/s measured in the same run.{_note(result)}",
+        ]
+    )
 
 
 def _idle(result: dict[str, Any]) -> str:
@@ -595,6 +649,8 @@ SECTIONS = {
     "ablation": ("ablation.json", ablation_table),
     "speed": ("pocket_speed_nvidia*.json", speed_table),
     "step": ("step_nvidia*.json", step_table),
+    "contexts": ("contexts_nvidia*.json", context_table),
+    "attention": ("attention_nvidia*.json", attention_table),
     "kernels": ("kernels_nvidia*.json", kernel_table),
 }
 

@@ -8,12 +8,15 @@ from experiments.figures import draw
 from experiments.report import (
     DOCUMENTS,
     ablation_table,
+    attention_table,
     budget_table,
     capacity_table,
     ceiling_table,
+    context_table,
     filled,
     full_cost_table,
     headline,
+    step_table,
 )
 
 KERNELS = {
@@ -205,6 +208,60 @@ def test_documents_show_what_the_results_hold():
     for document in DOCUMENTS:
         text = document.read_text("utf-8")
         assert filled(text) == text, f"{document.name}: run `python -m experiments.report`"
+
+
+RUN = {"device": "NVIDIA H200", "jax": "0.11.2", "commit": "abc1234", "read_bandwidth_gbs": 4100.0}
+
+
+def test_rounds_stand_side_by_side_by_context():
+    rounds = [
+        {
+            "method": "tfm" if budget else "ar",
+            "budget": budget,
+            "context": context,
+            "round_ms": 10.0 + budget + context / 1024,
+            "ratio_to_ar": 1.25,
+        }
+        for context in (8192, 1024)
+        for budget in (0, 4, 2)
+    ]
+    result = {
+        **RUN,
+        "preset": "pocket",
+        "dtype": "bfloat16",
+        "ar_ms": 11.0,
+        "floor_ms": 10.0,
+        "floors_ms": {"1024": 10.0, "8192": 12.5},
+        "rounds": rounds,
+        "prefill": [],
+        "peak_memory_bytes": 83e9,
+    }
+    table = context_table(result)
+    assert "| context | plain, ms | floor, ms | `tfm` 2, ms | `tfm` 4, ms |" in table
+    assert "| 1024 | 11.00 | 10.00 | 13.00 (1.25x) | 15.00 (1.25x) |" in table
+    assert "| 8192 | 18.00 | 12.50 | 20.00 (1.25x) | 22.00 (1.25x) |" in table
+    assert "longest context: 83 GB" in table
+    # The table by phase leaves them to this one.
+    assert "| `tfm` | 2 | 1024 |" in step_table(result)
+    assert "8192" not in step_table(result)
+
+
+def test_the_kernel_for_long_caches_stands_beside_what_bounds_it():
+    row = {
+        "rows": 65,
+        "memory_floor_us": 10.0,
+        "arithmetic_floor_us": 20.0,
+        "pallas_note": "mosaic",
+    }
+    rows = [
+        row | {"context": 1024, "pallas_us": 5.0, "pallas_note": "q 128"},
+        row | {"context": 8192, "pallas_us": 40.0},
+        row | {"context": 8192, "pallas_us": 50.0, "capacity": 65536},
+    ]
+    table = attention_table({**RUN, "matrix_tflops": 673.0, "ops": {"tree_attention": rows}})
+    assert "| 8192 | 40.0 | 20.0 (2.0x) | 10.0 (4.0x) |" in table
+    assert "1024" not in table
+    assert "50.0" not in table
 
 
 def test_accepted_lengths_stand_side_by_side_by_nodes():
