@@ -37,7 +37,7 @@ class Parts(typing.NamedTuple):
 def join(
     parts: Parts,
     length: jax.Array,
-    in_use: Callable[[jax.Array, jax.Array], jax.Array],
+    in_use: Callable[[jax.Array], jax.Array],
     q: jax.Array,
     gate: Gate | None,
     interpret: bool,
@@ -47,7 +47,7 @@ def join(
     Args:
       parts: of the splits.
       length: int32 scalar, for `in_use`.
-      in_use: how many parts a row has, the first ones, by the length and the row.
+      in_use: how many parts there are, the first ones, by the length.
       q: [N, H, D].
       gate: as in `tree_attention`.
       interpret: whether the kernel runs interpreted.
@@ -80,7 +80,7 @@ def _kernel(
     sum_ref,
     *gate_and_out_refs,
     heads: int,
-    in_use: Callable[[jax.Array, jax.Array], jax.Array],
+    in_use: Callable[[jax.Array], jax.Array],
     gate_columns: tuple[int, int] | None,
     joined: int,
     block_d: int,
@@ -97,7 +97,7 @@ def _kernel(
         logits = _columns(gate_refs[0], node, first + member * step, chunk, block_d, size)
 
     part = lax.broadcasted_iota(jnp.int32, (joined,), 0)
-    there, parts = part < in_use(length_ref[0], flat), span(0, joined)
+    there, parts = part < in_use(length_ref[0]), span(0, joined)
     top = pltriton.load(top_ref.at[parts, head, flat], mask=there, other=jnp.float32(NOTHING))
     total = pltriton.load(sum_ref.at[parts, head, flat], mask=there, other=jnp.float32(0))
     columns = span(chunk, block_d)

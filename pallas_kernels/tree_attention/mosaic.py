@@ -4,8 +4,8 @@ Three warp groups make a program. One asks for blocks of 64 keys and values, whi
 copying unit brings into shared memory; the other two take 64 query rows each through an online
 softmax, in turns: while one multiplies, the other weighs (FlashAttention-3, arXiv 2407.08608).
 
-What needs a mask is put before the cache as a few blocks with a bias: the rows of the cache beyond
-whole blocks, and the tree's own. So no key of the cache is masked.
+What needs a mask is put before the cache as a few blocks: the rows of the cache beyond whole
+blocks, and the tree's own. So no whole block of the cache is masked.
 """
 
 import dataclasses
@@ -28,7 +28,11 @@ CAPABILITY = "9.0"  # Hopper's, whose products of warp groups no other card has
 _TILE = 64  # rows and keys of one product
 _COLUMNS = 32  # of a mix that are written at a time
 _MAX_SIZE = 256  # columns of a head: more would not fit into shared memory
-_MIN_CAPACITY = 8192  # of the cache: what comes before the first key costs as much as is gained
+_SHARED = 207 * 1024  # bytes of shared memory for queries, keys and values
+# The capacity stands for the length, which is traced. In shorter caches what comes before the first
+# key costs as much as is gained.
+_MIN_CAPACITY = 8192
+_MAX_NODES = 1024  # whose mask, as wide as their scores, is still small
 _REGISTERS = {"copying": 40, "multiplying": 232}  # of a thread
 
 
@@ -58,17 +62,17 @@ def refusal(size: int, capacity: int, dtype, window: int | None) -> str | None:
     """Why the kernel does not take these arguments; None if it does."""
     if dtype != jnp.bfloat16:
         return f"it takes bfloat16, got {jnp.dtype(dtype).name}"
-    if size % _TILE or size > _MAX_SIZE:
+    if size % _TILE or not 0 < size <= _MAX_SIZE:
         return f"it takes heads of 64, 128, 192 or 256 columns, got {size}"
-    if capacity % _TILE:
+    if capacity % _TILE or not capacity:
         return f"it takes a cache of whole blocks of {_TILE} rows, got {capacity}"
     return None if window is None else f"it takes no window, got {window}"
 
 
 def faster(q: jax.Array, keys: jax.Array, window: int | None) -> bool:
-    """Whether to prefer this kernel, by timings on an H200 at the shapes of Qwen3.6-27B."""
-    groups, capacity, size = keys.shape
-    many = q.shape[0] * q.shape[1] > groups * _TILE
+    """Whether to prefer this kernel, by timings on an H200 with heads of 256 columns."""
+    (nodes, heads, _), (groups, capacity, size) = q.shape, keys.shape
+    many = nodes * heads > groups * _TILE and nodes <= _MAX_NODES
     return many and capacity >= _MIN_CAPACITY and not refusal(size, capacity, q.dtype, window)
 
 
@@ -92,22 +96,26 @@ def attend(
 
     Raises:
       NotImplementedError: a type, size of heads or capacity that it does not take.
+      ValueError: more stages than shared memory has room for.
     """
     nodes, heads, size = q.shape
     groups, capacity = keys.shape[:2]
     if reason := refusal(size, capacity, q.dtype, None):
         raise NotImplementedError(f"tree_attention on Mosaic GPU: {reason}")
     config = config or default_config(size)
+    most = _SHARED // (4 * _TILE * size) - 1  # queries take as much as a stage
+    if config.stages > most:
+        raise ValueError(f"heads of {size} columns have room for {most} stages, got {config}")
     length = jnp.clip(length, 0, capacity)
     ratio = heads // groups
     row_blocks = pl.cdiv(nodes * ratio, 2 * _TILE)
     height = row_blocks * 2 * _TILE
     rows = q.reshape(nodes, groups, ratio, size).swapaxes(0, 1).reshape(groups, -1, size)
     rows = jnp.pad(rows, ((0, 0), (0, height - nodes * ratio), (0, 0)))
-    edges, bias = _edges(own_keys, own_values, visible, keys, values, length, ratio, height)
+    edges, seen = _edges(own_keys, own_values, visible, keys, values, length, ratio, height)
     edge_blocks = edges.shape[2] // _TILE
-    most = edge_blocks + capacity // _TILE
-    splits = max(1, min(config.programs // (groups * row_blocks), most))
+    blocks = edge_blocks + capacity // _TILE
+    splits = max(1, min(config.programs // (groups * row_blocks), blocks))
 
     flat = jax.ShapeDtypeStruct((splits, groups, height), jnp.float32)
     mix = jax.ShapeDtypeStruct((*flat.shape, size), jnp.float32)
@@ -122,8 +130,8 @@ def attend(
             interpret=interpreter is not None,
         ),
         out_type=(mix, flat, flat),
-        grid=(row_blocks, groups, splits),  # those that share keys run next to each other
-        grid_names=("row_block", "head", "split"),
+        grid=(splits, groups, row_blocks),  # those that share keys run next to each other
+        grid_names=("split", "head", "row_block"),
         num_threads=3,
         kernel_name="tree_attention_mosaic",
         thread_name="warp_group",
@@ -140,13 +148,13 @@ def attend(
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpreter,
-    )(length.reshape(1), rows, edges, bias, keys, values)
+    )(length.reshape(1), rows, edges, seen, keys, values)
     in_use = functools.partial(_in_use, edges=edge_blocks, splits=splits)
     return join(Parts(*parts), length, in_use, q, gate, interpreter is not None)
 
 
 def _edges(own_keys, own_values, visible, keys, values, length, ratio: int, height: int):
-    """Keys and values that need a mask, [2, G, E, D], and what to add to scores, [height, E].
+    """Keys and values that need a mask, [2, G, E, D], and who sees them, 1 or 0, [height, E].
 
     The cache's rows beyond whole blocks come first, then the tree's own, each filled up with zeros
     to whole blocks. What nobody sees is zero, too: it may be no number.
@@ -166,9 +174,9 @@ def _edges(own_keys, own_values, visible, keys, values, length, ratio: int, heig
         both = jnp.concatenate([tail(cache), jnp.pad(own, ((0, 0), (0, space), (0, 0)))], axis=1)
         return jnp.where(used, both, jnp.zeros((), both.dtype))
 
-    bias = jnp.where(jnp.repeat(seen, ratio, axis=0), 0.0, -jnp.inf).astype(jnp.float32)
-    bias = jnp.pad(bias, ((0, height - nodes * ratio), (0, 0)))
-    return jnp.stack([line(keys, own_keys), line(values, own_values)]), bias
+    seen = jnp.repeat(seen.astype(jnp.float32), ratio, axis=0)
+    seen = jnp.pad(seen, ((0, height - nodes * ratio), (0, 0)))
+    return jnp.stack([line(keys, own_keys), line(values, own_values)]), seen
 
 
 def _up(x: jax.Array, y: jax.Array | int) -> jax.Array:
@@ -177,12 +185,12 @@ def _up(x: jax.Array, y: jax.Array | int) -> jax.Array:
 
 
 def _blocks(length: jax.Array, edges: int) -> jax.Array:
-    """Blocks of keys in all: those with a bias, then whole ones of the cache."""
+    """Blocks of keys in all: those with a mask, then whole ones of the cache."""
     return edges + lax.div(length, jnp.int32(_TILE))
 
 
-def _in_use(length: jax.Array, row: jax.Array, *, edges: int, splits: int) -> jax.Array:
-    """How many parts a row has."""
+def _in_use(length: jax.Array, *, edges: int, splits: int) -> jax.Array:
+    """How many parts there are."""
     blocks = _blocks(length, edges)
     return _up(blocks, _up(blocks, splits))
 
@@ -191,7 +199,7 @@ def _kernel(
     length_ref,
     q_ref,
     edges_ref,
-    bias_ref,
+    seen_ref,
     keys_ref,
     values_ref,
     mix_ref,
@@ -215,7 +223,7 @@ def _kernel(
 ):
     row_block, head = lax.axis_index("row_block"), lax.axis_index("head")
     split, group = lax.axis_index("split"), lax.axis_index("warp_group")
-    edges, size = bias_ref.shape[1] // _TILE, q_ref.shape[2]
+    edges, size = seen_ref.shape[1] // _TILE, q_ref.shape[2]
     blocks = _blocks(length_ref[0], edges)
     share = _up(blocks, mix_ref.shape[0])
     first = jnp.minimum(split * share, blocks)
@@ -272,7 +280,8 @@ def _kernel(
             plgpu.barrier_arrive(k_free.at[slot(i)])
             if masked:
                 columns = pl.ds((first + i) * _TILE, _TILE)
-                scores += _read(bias_ref.at[rows, columns], interpret)
+                seen = _read(seen_ref.at[rows, columns], interpret) > 0.0
+                scores = jnp.where(seen, scores, -jnp.inf)
             new = jnp.maximum(top, scores.max(axis=1) * factor)
             kept = jnp.exp2(top - new)
             weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new, scores.shape, [0]))
@@ -344,8 +353,8 @@ def _read(ref, interpret: bool) -> jax.Array:
     if interpret:
         return ref[...]
     # Before 0.11 an index beside the reference is needed, since then it is deprecated.
-    index = inspect.signature(plgpu.load).parameters["idx"]
-    args = ((),) if index.default is inspect.Parameter.empty else ()
+    index = inspect.signature(plgpu.load).parameters.get("idx")
+    args = ((),) if index and index.default is inspect.Parameter.empty else ()
     return plgpu.load(ref, *args, layout=plgpu.Layout.WGMMA, optimized=False)
 
 

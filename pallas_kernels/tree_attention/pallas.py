@@ -224,9 +224,9 @@ def _cut(nodes: int, length: jax.Array, window: int | None, splits: int, block_k
 
 
 def _in_use(
-    length: jax.Array, row: jax.Array, *, nodes: int, window: int | None, splits: int, block_k: int
+    length: jax.Array, *, nodes: int, window: int | None, splits: int, block_k: int
 ) -> jax.Array:
-    """How many parts a row has."""
+    """How many parts there are."""
     return _cut(nodes, length, window, splits, block_k)[2]
 
 

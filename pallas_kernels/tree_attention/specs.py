@@ -228,9 +228,9 @@ SMALL = (
 _TILED: dict[str, Any] = {"nodes": 6, "ratio": 3, "size": 64, "capacity": 192, "blind": 2}
 TILED = (
     Spec(name="tiled_rising", length=129, scores="rising", **_TILED),
+    Spec(name="tiled_rows", nodes=70, ratio=2, size=64, length=100, capacity=128, blind=7),
     Spec(name="tiled_full", length=192, **_TILED),
     Spec(name="tiled_empty", length=0, **_TILED),
-    Spec(name="tiled_rows", nodes=70, ratio=2, size=64, length=100, capacity=128, blind=7),
     *(Spec(name=f"tiled_{length}", length=length, **_TILED) for length in (1, 63, 64, 65, 191)),
     *(
         Spec(name=f"tiled_{s}", length=150, scores=s, **_TILED)
