@@ -333,9 +333,8 @@ def step_table(result: dict[str, Any]) -> str:
     )
     lines += [
         "",
-        f"{result['preset']} shapes with random weights, {result['dtype']}, T = 0, batch 1, one "
-        f"{result['device']}, jax {result['jax']}, commit {result['commit']}. Plain decoding takes "
-        f"{share:.2f} times the floor of {result['floor_ms']:.2f} ms (weights, state, keys and "
+        f"{_round_setting(result)}. Plain decoding takes {share:.2f} times the floor of "
+        f"{result['floor_ms']:.2f} ms (weights, state, keys and "
         f"values at the {result['read_bandwidth_gbs'] / 1e3:.2f} TB/s measured in the same run); "
         f"{prefill}. A speed-up is the accepted length over the fifth column."
         f"{_idle(result)}{_note(result)}",
@@ -360,9 +359,8 @@ def context_table(result: dict[str, Any]) -> str:
     peak = result["peak_memory_bytes"] / 1e9
     lines += [
         "",
-        f"{result['preset']} shapes with random weights, {result['dtype']}, T = 0, batch 1, one "
-        f"{result['device']}, jax {result['jax']}, commit {result['commit']}; drafted nodes, and "
-        "times plain decoding at the same context. Floor of plain decoding: weights, state, keys "
+        f"{_round_setting(result)}; drafted nodes, and times plain decoding at the same context. "
+        "Floor of plain decoding: weights, state, keys "
         f"and values at the {result['read_bandwidth_gbs'] / 1e3:.2f} TB/s measured in the same "
         f"run. Memory at the longest context: {peak:.0f} GB.{_note(result)}",
     ]
@@ -392,6 +390,13 @@ def attention_table(result: dict[str, Any]) -> str:
             f"inputs rotated past the cache, at {result['read_bandwidth_gbs'] / 1e3:.2f} TB/s and "
             f"{result['matrix_tflops']:.0f} TFLOP/s measured in the same run.{_note(result)}",
         ]
+    )
+
+
+def _round_setting(result: dict[str, Any]) -> str:
+    return (
+        f"{result['preset']} shapes with random weights, {result['dtype']}, T = 0, batch 1, one "
+        f"{result['device']}, jax {result['jax']}, commit {result['commit']}"
     )
 
 

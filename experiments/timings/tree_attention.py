@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.timings.case import Candidate, Case
-from pallas_kernels.choice import capability, interpreted
-from pallas_kernels.tree_attention import mosaic, pallas, specs, xla
+from pallas_kernels.choice import interpreted
+from pallas_kernels.tree_attention import hopper, mosaic, pallas, specs, xla
 
 _CACHE = 60 * 10**6  # bytes, more than the last-level cache of a Hopper GPU
 # Context and calls of a timed program: the longer the context, the slower a call.
@@ -45,7 +45,7 @@ def _cases(spec: specs.Spec, rows: tuple[int, ...], calls: int, sweep: bool) -> 
     for n in rows:
         own = (q[:n], own_keys[:, :n], own_values[:, :n])
         heads = spec.groups * spec.ratio
-        hopper = capability() == mosaic.CAPABILITY and mosaic.faster(own[0], keys, spec.window)
+        on_hopper = hopper.faster(own[0], keys, spec.window)
         label = {"rows": n, "context": spec.length}
         if spec.capacity >= 16 * spec.length:
             label["capacity"] = spec.capacity
@@ -53,7 +53,7 @@ def _cases(spec: specs.Spec, rows: tuple[int, ...], calls: int, sweep: bool) -> 
             Case(
                 label=label,
                 sets=[(*own, *cache, length) for cache in caches],
-                candidates=_candidates(spec, n, visible[:n, :n], sweep, hopper),
+                candidates=_candidates(spec, n, visible[:n, :n], sweep, on_hopper),
                 # A row sees no later one, so the first rows come out as if they were alone.
                 error=functools.partial(_error, exact=exact[:n]),
                 tolerance=specs.TOLERANCE["bfloat16"],
@@ -70,7 +70,7 @@ def _error(result: tuple[jax.Array, ...], exact: np.ndarray) -> float:
 
 
 def _candidates(
-    spec: specs.Spec, rows: int, visible: jax.Array, sweep: bool, hopper: bool
+    spec: specs.Spec, rows: int, visible: jax.Array, sweep: bool, on_hopper: bool
 ) -> list[Candidate]:
     """The kernel that `tree_attention` takes is "pallas"; where that is Hopper's, "triton" is also
     timed."""
@@ -85,10 +85,10 @@ def _candidates(
     default = pallas.default_config(rows * spec.ratio, spec.size, jnp.dtype(jnp.bfloat16))
     configs = [default, *(_others(default) if sweep else ())]
     return [
-        *([candidate("pallas", mosaic.attend, "mosaic")] if hopper else ()),
+        *([candidate("pallas", mosaic.attend, "mosaic")] if on_hopper else ()),
         *(
             candidate(
-                "triton" if hopper else "pallas",
+                "triton" if on_hopper else "pallas",
                 functools.partial(pallas.attend, config=config, interpret=interpreted()),
                 _describe(config),
             )

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.choice import Implementation, capability, choose, interpreted
+from pallas_kernels.choice import Implementation, choose, interpreted
 from pallas_kernels.concrete import concrete
-from pallas_kernels.tree_attention import mosaic, pallas, reference, xla
+from pallas_kernels.tree_attention import hopper, pallas, reference, xla
 from pallas_kernels.tree_attention.gate import Gate, check_gate
 
 
@@ -72,7 +72,9 @@ def tree_attention(
         return reference.attend(*args, scale=factor, window=window, gate=gate)
     if chosen == "xla":
         return xla.attend(*args, scale=factor, window=window, gate=gate)
-    if capability() == mosaic.CAPABILITY and mosaic.faster(q, keys, window):
+    if hopper.faster(q, keys, window):
+        from pallas_kernels.tree_attention import mosaic
+
         return mosaic.attend(*args, scale=factor, gate=gate)
     return pallas.attend(*args, scale=factor, window=window, gate=gate, interpret=interpreted())
 

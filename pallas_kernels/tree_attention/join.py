@@ -34,10 +34,16 @@ class Parts(typing.NamedTuple):
     total: jax.Array
 
 
+def share_out(blocks: jax.Array, splits: int) -> tuple[jax.Array, jax.Array]:
+    """Blocks of keys that each split takes, in order, and how many splits have any."""
+    share = pl.cdiv(blocks, splits)
+    return share, pl.cdiv(blocks, share)
+
+
 def join(
     parts: Parts,
     length: jax.Array,
-    in_use: Callable[[jax.Array], jax.Array],
+    blocks: Callable[[jax.Array], jax.Array],
     q: jax.Array,
     gate: Gate | None,
     interpret: bool,
@@ -46,8 +52,8 @@ def join(
 
     Args:
       parts: of the splits.
-      length: int32 scalar, for `in_use`.
-      in_use: how many parts there are, the first ones, by the length.
+      length: int32 scalar, for `blocks`.
+      blocks: blocks of keys in all, by the length; the splits have them as `share_out` says.
       q: [N, H, D].
       gate: as in `tree_attention`.
       interpret: whether the kernel runs interpreted.
@@ -59,7 +65,7 @@ def join(
         functools.partial(
             _kernel,
             heads=heads,
-            in_use=in_use,
+            blocks=blocks,
             gate_columns=None if gate is None else (gate.first, gate.step),
             joined=joined,
             block_d=block_d,
@@ -80,7 +86,7 @@ def _kernel(
     sum_ref,
     *gate_and_out_refs,
     heads: int,
-    in_use: Callable[[jax.Array], jax.Array],
+    blocks: Callable[[jax.Array], jax.Array],
     gate_columns: tuple[int, int] | None,
     joined: int,
     block_d: int,
@@ -97,7 +103,8 @@ def _kernel(
         logits = _columns(gate_refs[0], node, first + member * step, chunk, block_d, size)
 
     part = lax.broadcasted_iota(jnp.int32, (joined,), 0)
-    there, parts = part < in_use(length_ref[0]), span(0, joined)
+    _, in_use = share_out(blocks(length_ref[0]), mix_ref.shape[0])
+    there, parts = part < in_use, span(0, joined)
     top = pltriton.load(top_ref.at[parts, head, flat], mask=there, other=jnp.float32(NOTHING))
     total = pltriton.load(sum_ref.at[parts, head, flat], mask=there, other=jnp.float32(0))
     columns = span(chunk, block_d)

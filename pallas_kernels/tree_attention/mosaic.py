@@ -21,18 +21,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.tree_attention.gate import Gate
-from pallas_kernels.tree_attention.join import NOTHING, Parts, join
+from pallas_kernels.tree_attention.hopper import TILE, refusal
+from pallas_kernels.tree_attention.join import NOTHING, Parts, join, share_out
 
 _Sums = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]  # of a product, in registers
-CAPABILITY = "9.0"  # Hopper's, whose products of warp groups no other card has
-_TILE = 64  # rows and keys of one product
 _COLUMNS = 32  # of a mix that are written at a time
-_MAX_SIZE = 256  # columns of a head: more would not fit into shared memory
 _SHARED = 207 * 1024  # bytes of shared memory for queries, keys and values
-# The capacity stands for the length, which is traced. In shorter caches what comes before the first
-# key costs as much as is gained.
-_MIN_CAPACITY = 8192
-_MAX_NODES = 1024  # whose mask, as wide as their scores, is still small
 _REGISTERS = {"copying": 40, "multiplying": 232}  # of a thread
 
 
@@ -56,24 +50,6 @@ class Config:
 def default_config(size: int) -> Config:
     """Returns the cut that is fastest for heads of this size."""
     return Config(stages=2 if size > 128 else 4)
-
-
-def refusal(size: int, capacity: int, dtype, window: int | None) -> str | None:
-    """Why the kernel does not take these arguments; None if it does."""
-    if dtype != jnp.bfloat16:
-        return f"it takes bfloat16, got {jnp.dtype(dtype).name}"
-    if size % _TILE or not 0 < size <= _MAX_SIZE:
-        return f"it takes heads of 64, 128, 192 or 256 columns, got {size}"
-    if capacity % _TILE or not capacity:
-        return f"it takes a cache of whole blocks of {_TILE} rows, got {capacity}"
-    return None if window is None else f"it takes no window, got {window}"
-
-
-def faster(q: jax.Array, keys: jax.Array, window: int | None) -> bool:
-    """Whether to prefer this kernel, by timings on an H200 with heads of 256 columns."""
-    (nodes, heads, _), (groups, capacity, size) = q.shape, keys.shape
-    many = nodes * heads > groups * _TILE and nodes <= _MAX_NODES
-    return many and capacity >= _MIN_CAPACITY and not refusal(size, capacity, q.dtype, window)
 
 
 def attend(
@@ -103,19 +79,19 @@ def attend(
     if reason := refusal(size, capacity, q.dtype, None):
         raise NotImplementedError(f"tree_attention on Mosaic GPU: {reason}")
     config = config or default_config(size)
-    most = _SHARED // (4 * _TILE * size) - 1  # queries take as much as a stage
-    if config.stages > most:
-        raise ValueError(f"heads of {size} columns have room for {most} stages, got {config}")
+    room = _SHARED // (4 * TILE * size) - 1  # queries take as much as a stage
+    if config.stages > room:
+        raise ValueError(f"heads of {size} columns have room for {room} stages, got {config}")
     length = jnp.clip(length, 0, capacity)
     ratio = heads // groups
-    row_blocks = pl.cdiv(nodes * ratio, 2 * _TILE)
-    height = row_blocks * 2 * _TILE
+    row_blocks = pl.cdiv(nodes * ratio, 2 * TILE)
+    height = row_blocks * 2 * TILE
     rows = q.reshape(nodes, groups, ratio, size).swapaxes(0, 1).reshape(groups, -1, size)
     rows = jnp.pad(rows, ((0, 0), (0, height - nodes * ratio), (0, 0)))
     edges, seen = _edges(own_keys, own_values, visible, keys, values, length, ratio, height)
-    edge_blocks = edges.shape[2] // _TILE
-    blocks = edge_blocks + capacity // _TILE
-    splits = max(1, min(config.programs // (groups * row_blocks), blocks))
+    edge_blocks = edges.shape[2] // TILE
+    most = edge_blocks + capacity // TILE
+    splits = max(1, min(config.programs // (groups * row_blocks), most))
 
     flat = jax.ShapeDtypeStruct((splits, groups, height), jnp.float32)
     mix = jax.ShapeDtypeStruct((*flat.shape, size), jnp.float32)
@@ -136,11 +112,11 @@ def attend(
         kernel_name="tree_attention_mosaic",
         thread_name="warp_group",
         scratch_types=[
-            tile((2, _TILE, size)),
-            tile((config.stages, _TILE, size)),
-            tile((config.stages, _TILE, size)),
-            plgpu.SMEM((2, _TILE, _COLUMNS), jnp.float32),
-            plgpu.SMEM((2, _TILE), jnp.float32),
+            tile((2, TILE, size)),
+            tile((config.stages, TILE, size)),
+            tile((config.stages, TILE, size)),
+            plgpu.SMEM((2, TILE, _COLUMNS), jnp.float32),
+            plgpu.SMEM((2, TILE), jnp.float32),
             plgpu.Barrier(num_barriers=2),
             *(plgpu.Barrier(num_barriers=config.stages) for _ in range(2)),
             *(plgpu.Barrier(num_arrivals=2, num_barriers=config.stages) for _ in range(2)),
@@ -149,8 +125,8 @@ def attend(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpreter,
     )(length.reshape(1), rows, edges, seen, keys, values)
-    in_use = functools.partial(_in_use, edges=edge_blocks, splits=splits)
-    return join(Parts(*parts), length, in_use, q, gate, interpreter is not None)
+    blocks = functools.partial(_blocks, edges=edge_blocks)
+    return join(Parts(*parts), length, blocks, q, gate, interpreter is not None)
 
 
 def _edges(own_keys, own_values, visible, keys, values, length, ratio: int, height: int):
@@ -160,14 +136,14 @@ def _edges(own_keys, own_values, visible, keys, values, length, ratio: int, heig
     to whole blocks. What nobody sees is zero, too: it may be no number.
     """
     nodes = visible.shape[0]
-    start = length // _TILE * _TILE
-    inside = jnp.minimum(start, keys.shape[1] - _TILE)
-    tail = lambda x: lax.dynamic_slice_in_dim(x, inside, _TILE, axis=1)
-    space = -nodes % _TILE
-    past = inside + jnp.arange(_TILE, dtype=jnp.int32)
+    start = length // TILE * TILE
+    inside = jnp.minimum(start, keys.shape[1] - TILE)
+    tail = lambda x: lax.dynamic_slice_in_dim(x, inside, TILE, axis=1)
+    space = -nodes % TILE
+    past = inside + jnp.arange(TILE, dtype=jnp.int32)
     past = (past >= start) & (past < length)
     own = jnp.pad(visible, ((0, 0), (0, space)))
-    seen = jnp.concatenate([jnp.broadcast_to(past, (nodes, _TILE)), own], axis=1)
+    seen = jnp.concatenate([jnp.broadcast_to(past, (nodes, TILE)), own], axis=1)
     used = jnp.concatenate([past, jnp.any(own, axis=0)])[None, :, None]
 
     def line(cache, own):
@@ -179,20 +155,9 @@ def _edges(own_keys, own_values, visible, keys, values, length, ratio: int, heig
     return jnp.stack([line(keys, own_keys), line(values, own_values)]), seen
 
 
-def _up(x: jax.Array, y: jax.Array | int) -> jax.Array:
-    """`x / y`, rounded up."""
-    return lax.div(x + (y - 1), jnp.asarray(y, jnp.int32))
-
-
 def _blocks(length: jax.Array, edges: int) -> jax.Array:
     """Blocks of keys in all: those with a mask, then whole ones of the cache."""
-    return edges + lax.div(length, jnp.int32(_TILE))
-
-
-def _in_use(length: jax.Array, *, edges: int, splits: int) -> jax.Array:
-    """How many parts there are."""
-    blocks = _blocks(length, edges)
-    return _up(blocks, _up(blocks, splits))
+    return edges + lax.div(length, jnp.int32(TILE))
 
 
 def _kernel(
@@ -223,9 +188,9 @@ def _kernel(
 ):
     row_block, head = lax.axis_index("row_block"), lax.axis_index("head")
     split, group = lax.axis_index("split"), lax.axis_index("warp_group")
-    edges, size = seen_ref.shape[1] // _TILE, q_ref.shape[2]
+    edges, size = seen_ref.shape[1] // TILE, q_ref.shape[2]
     blocks = _blocks(length_ref[0], edges)
-    share = _up(blocks, mix_ref.shape[0])
+    share = share_out(blocks, mix_ref.shape[0])[0]
     first = jnp.minimum(split * share, blocks)
     count = jnp.minimum(share, blocks - first)
 
@@ -248,7 +213,7 @@ def _kernel(
 
                 @pl.when(there)
                 def _(ref=ref, start=start):
-                    rows = pl.ds(start * _TILE, _TILE)
+                    rows = pl.ds(start * TILE, TILE)
                     plgpu.copy_gmem_to_smem(ref.at[head, rows], smem.at[slot(i)], read.at[slot(i)])
 
         @pl.loop(0, count)
@@ -264,7 +229,7 @@ def _kernel(
 
     def attend():
         plgpu.set_max_registers(_REGISTERS["multiplying"], action="increase")
-        q, rows = q_smem.at[group], pl.ds((2 * row_block + group) * _TILE, _TILE)
+        q, rows = q_smem.at[group], pl.ds((2 * row_block + group) * TILE, TILE)
         plgpu.copy_gmem_to_smem(q_ref.at[head, rows], q, q_read.at[group])
         plgpu.barrier_wait(q_read.at[group])
 
@@ -279,7 +244,7 @@ def _kernel(
             scores = _scores(q, k_smem.at[slot(i)], take_turns, interpret)
             plgpu.barrier_arrive(k_free.at[slot(i)])
             if masked:
-                columns = pl.ds((first + i) * _TILE, _TILE)
+                columns = pl.ds((first + i) * TILE, TILE)
                 seen = _read(seen_ref.at[rows, columns], interpret) > 0.0
                 scores = jnp.where(seen, scores, -jnp.inf)
             new = jnp.maximum(top, scores.max(axis=1) * factor)
@@ -303,7 +268,7 @@ def _kernel(
             return mix, new, total
 
         full = functools.partial(_full, interpret=interpret)
-        state = full((_TILE, size), 0.0), full((_TILE,), NOTHING), full((_TILE,), 0.0)
+        state = full((TILE, size), 0.0), full((TILE,), NOTHING), full((TILE,), 0.0)
 
         @pl.when(count > 0)
         def _():

@@ -22,7 +22,7 @@ from pallas_kernels.blocks import MIN_BLOCK, padded, span
 from pallas_kernels.checks import check_power
 from pallas_kernels.splitting import dot, split
 from pallas_kernels.tree_attention.gate import Gate
-from pallas_kernels.tree_attention.join import NOTHING, Parts, inside_columns, join
+from pallas_kernels.tree_attention.join import NOTHING, Parts, inside_columns, join, share_out
 
 MAX_SIZE = 256
 _PROCESSORS = 132
@@ -157,10 +157,8 @@ def attend(
         keys,
         values,
     )
-    in_use = functools.partial(
-        _in_use, nodes=nodes, window=window, splits=splits, block_k=config.block_k
-    )
-    return join(Parts(*parts), length, in_use, q, gate, interpret)
+    blocks = functools.partial(_blocks, nodes=nodes, window=window, block_k=config.block_k)
+    return join(Parts(*parts), length, blocks, q, gate, interpret)
 
 
 def _split_kernel(
@@ -187,7 +185,8 @@ def _split_kernel(
     nodes, splits = own_keys_ref.shape[1], mix_ref.shape[0]
     row_block, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     length = length_ref[0]
-    blocks, share = _cut(nodes, length, window, splits, config.block_k)[:2]
+    blocks = _blocks(length, nodes, window, config.block_k)
+    share = share_out(blocks, splits)[0]
     first = part * share
     last = jnp.minimum(first + share, blocks)
     start = row_block * config.block_q
@@ -214,20 +213,12 @@ def _first_seen(length: jax.Array, window: int | None) -> jax.Array | int:
     return 0 if window is None else jnp.maximum(length - (window - 1), 0)
 
 
-def _cut(nodes: int, length: jax.Array, window: int | None, splits: int, block_k: int):
-    """Key blocks in all, own ones first; blocks of a split; splits that have any."""
-    blocks = pl.cdiv(nodes, block_k) + lax.div(length + (block_k - 1), block_k)
+def _blocks(length: jax.Array, nodes: int, window: int | None, block_k: int) -> jax.Array:
+    """Key blocks in all, own ones first."""
+    blocks = pl.cdiv(nodes, block_k) + pl.cdiv(length, block_k)
     if window is not None:
         blocks -= lax.div(_first_seen(length, window), block_k)
-    share = lax.div(blocks + (splits - 1), splits)
-    return blocks, share, lax.div(blocks + (share - 1), share)
-
-
-def _in_use(
-    length: jax.Array, *, nodes: int, window: int | None, splits: int, block_k: int
-) -> jax.Array:
-    """How many parts there are."""
-    return _cut(nodes, length, window, splits, block_k)[2]
+    return blocks
 
 
 def _attend_block(

@@ -122,6 +122,19 @@ def make_inputs(spec: Spec, seed: int = 0) -> Inputs:
     )
 
 
+def shapes(spec: Spec, dtype) -> list[jax.ShapeDtypeStruct]:
+    """Shapes and types of a case's arguments, floats in `dtype`."""
+    heads = spec.groups * spec.ratio
+    own = (spec.groups, spec.nodes, spec.size)
+    cache = (spec.groups, spec.capacity, spec.size)
+    floats = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape in ((spec.nodes, heads, spec.size), own, own, cache, cache)
+    ]
+    visible = jax.ShapeDtypeStruct((spec.nodes, spec.nodes), jnp.bool_)
+    return [*floats[:3], visible, *floats[3:], jax.ShapeDtypeStruct((), jnp.int32)]
+
+
 def _make_tree(spec: Spec, rng: np.random.Generator) -> np.ndarray:
     """Who sees whom in a random tree: a row sees its ancestors and itself."""
     visible = np.eye(spec.nodes, dtype=np.bool_)

@@ -21,6 +21,7 @@ from pallas_kernels.tree_attention.specs import (
     error,
     make_gate,
     make_inputs,
+    shapes,
     solve,
     solve_gated,
 )
@@ -215,18 +216,6 @@ def test_both_orders_lower_for_hopper(ahead, window):
         text = lower_for_hopper(call, *shapes(benchmark_spec(65, 8192), dtype))
         assert "xla.gpu.triton" in text
         assert ("ex2.approx.ftz" in text) == (ahead and dtype == jnp.bfloat16)  # packed weights
-
-
-def shapes(spec: Spec, dtype) -> list[jax.ShapeDtypeStruct]:
-    heads = spec.groups * spec.ratio
-    own = (spec.groups, spec.nodes, spec.size)
-    cache = (spec.groups, spec.capacity, spec.size)
-    floats = [
-        jax.ShapeDtypeStruct(shape, dtype)
-        for shape in ((spec.nodes, heads, spec.size), own, own, cache, cache)
-    ]
-    visible = jax.ShapeDtypeStruct((spec.nodes, spec.nodes), jnp.bool_)
-    return [*floats[:3], visible, *floats[3:], jax.ShapeDtypeStruct((), jnp.int32)]
 
 
 def test_unsupported_device_falls_back_once_or_refuses(monkeypatch):

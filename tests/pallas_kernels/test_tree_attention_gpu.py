@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.tree_attention import hopper as rules
 from pallas_kernels.tree_attention import mosaic, pallas, tree_attention
 from pallas_kernels.tree_attention.specs import (
     REAL,
@@ -100,7 +101,7 @@ def test_not_ahead():
 
 
 def tiled(spec: Spec) -> bool:
-    return not mosaic.refusal(spec.size, spec.capacity, jnp.bfloat16, spec.window)
+    return not rules.refusal(spec.size, spec.capacity, jnp.bfloat16, spec.window)
 
 
 def mosaic_attend(spec: Spec, **kwargs):
@@ -109,7 +110,7 @@ def mosaic_attend(spec: Spec, **kwargs):
 
 @pytest.fixture
 def hopper():
-    if jax.local_devices()[0].compute_capability != mosaic.CAPABILITY:
+    if jax.local_devices()[0].compute_capability != rules.CAPABILITY:
         pytest.skip("needs a Hopper GPU")
 
 

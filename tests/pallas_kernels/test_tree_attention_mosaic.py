@@ -21,6 +21,7 @@ from pallas_kernels.tree_attention.specs import (
     error,
     make_gate,
     make_inputs,
+    shapes,
     solve,
     solve_gated,
 )
@@ -95,15 +96,6 @@ def test_a_key_without_a_number_spoils_only_rows_that_see_it() -> None:
     assert error(jnp.asarray(out[rest], jnp.bfloat16), exact[rest]) < TOLERANCE["bfloat16"]
 
 
-def shapes(spec: Spec) -> list[jax.ShapeDtypeStruct]:
-    own = (spec.groups, spec.nodes, spec.size)
-    cache = (spec.groups, spec.capacity, spec.size)
-    q = (spec.nodes, spec.groups * spec.ratio, spec.size)
-    made = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (q, own, own, cache, cache)]
-    visible = jax.ShapeDtypeStruct((spec.nodes, spec.nodes), jnp.bool_)
-    return [*made[:3], visible, *made[3:], jax.ShapeDtypeStruct((), jnp.int32)]
-
-
 LAYOUTS = (
     benchmark_spec(65, 8192),
     benchmark_spec(16, 32768),
@@ -114,7 +106,9 @@ LAYOUTS = (
 
 @specs(LAYOUTS)
 def test_lowers_for_hopper(spec) -> None:
-    text = lower_for_hopper(functools.partial(mosaic.attend, scale=0.1), *shapes(spec))
+    text = lower_for_hopper(
+        functools.partial(mosaic.attend, scale=0.1), *shapes(spec, jnp.bfloat16)
+    )
     assert "mosaic_gpu" in text
     assert "xla.gpu.triton" in text  # the parts are joined there
 
@@ -122,7 +116,7 @@ def test_lowers_for_hopper(spec) -> None:
 def test_gate_lowers_for_hopper() -> None:
     gate = Gate(logits=jax.ShapeDtypeStruct((65, 14336), jnp.bfloat16), first=256, step=512)
     call = lambda gate, *args: mosaic.attend(*args, scale=0.1, gate=gate)
-    assert "65x14336xbf16" in lower_for_hopper(call, gate, *shapes(LAYOUTS[0]))
+    assert "65x14336xbf16" in lower_for_hopper(call, gate, *shapes(LAYOUTS[0], jnp.bfloat16))
 
 
 @pytest.mark.parametrize(
@@ -150,11 +144,8 @@ def test_is_taken_on_hopper_for_many_rows_over_a_long_cache(
         monkeypatch.setattr(
             module, "attend", lambda q, *_, name=name, **__: called.append(name) or q
         )
-    args = [
-        jax.ShapeDtypeStruct(x.shape, dtype if x.dtype == jnp.bfloat16 else x.dtype)
-        for x in shapes(spec)
-    ]
-    jax.eval_shape(functools.partial(tree_attention, window=window), *args)
+    call = functools.partial(tree_attention, window=window)
+    jax.eval_shape(call, *shapes(spec, dtype))
     assert called == [taken]
 
 
@@ -189,4 +180,4 @@ def test_refuses_float32_and_bad_cuts() -> None:
 def test_as_many_stages_as_fit_lower_for_hopper(size, most) -> None:
     spec = Spec(name="", nodes=65, ratio=2, size=size, length=1, capacity=4096)
     call = functools.partial(mosaic.attend, scale=0.1, config=mosaic.Config(stages=most))
-    assert "mosaic_gpu" in lower_for_hopper(call, *shapes(spec))
+    assert "mosaic_gpu" in lower_for_hopper(call, *shapes(spec, jnp.bfloat16))
