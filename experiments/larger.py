@@ -148,11 +148,13 @@ class Work:
       corpus: packed, with held-back prompts.
       out: folder of the trio and of the result.
       prompting: see there.
+      result: name of the file that rows go to.
     """
 
     corpus: Path
     out: Path
     prompting: Prompting
+    result: str = RESULT
 
     def setting(self, model: Model, name: str) -> dict[str, Any]:
         """What the rows of a trio depend on."""
@@ -166,13 +168,14 @@ class Work:
 
     def keep(self, trio: str, setting: Mapping[str, Any], **parts: Sequence[Mapping]) -> None:
         """Stores lists of rows by name, in place of those that the trio had."""
-        path = self.out / RESULT
+        path = self.out / self.result
         found: dict[str, Any] = {"setting": {}, "networks": [], "training": [], "rows": []}
         if path.is_file():
             found = json.loads(path.read_text("utf-8"))
         found["setting"][trio] = setting
         for name, rows in parts.items():
-            found[name] = [row for row in found[name] if row["trio"] != trio] + list(rows)
+            others = [row for row in found.get(name, []) if row["trio"] != trio]
+            found[name] = others + list(rows)
         store(path, found)
 
 

@@ -65,24 +65,13 @@ def larger_table(result: dict[str, Any]) -> str:
     """Accepted length of the larger trio, what `tfm` gains there, and how it was trained."""
     setting = result["setting"]["larger"]
     networks = [row for row in result["networks"] if row["trio"] == "larger"]
-    found: dict[tuple, dict[str, Any]] = {}
-    for row in result["rows"]:
-        key = (row["prompts"], row["temperature"], row["shared_noise"])
-        if row["trio"] == "larger":
-            found.setdefault(key, {})[row["method"]] = row
     lines = [
         "| prompts | T | `dflash` | `ddtree` | `tfm` | to `dflash` | to `ddtree` |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for prompts, temperature, shared in sorted(found):
-        own = found[prompts, temperature, shared]
-        means = [f"{own[method]['mean_accepted_length']:.2f}" for method in ("dflash", "ddtree")]
-        tfm = own["tfm"]
-        gains = [f"{tfm[f'to_{x}']:.2f} ({_interval(tfm[f'to_{x}_ci95'])})" for x in _BASES]
-        cells = [prompts, f"{temperature:g}{_noise(temperature, shared)}", *means]
-        lines.append(
-            f"| {' | '.join(cells)} | **{tfm['mean_accepted_length']:.2f}** | {' | '.join(gains)} |"
-        )
+    for (prompts, temperature, shared), own in _by_method(result["rows"], "larger").items():
+        setting_cells = f"{prompts} | {temperature:g}{_noise(temperature, shared)}"
+        lines.append(f"| {setting_cells} | {_gain_cells(own)} |")
     trained = {row["stage"]: row for row in networks if "share_of_matrix_rate" in row}
     sizes = [f"{row['parameters'] / 1e6:.1f}M ({stage})" for stage, row in trained.items()]
     rates = [
@@ -101,6 +90,88 @@ def larger_table(result: dict[str, Any]) -> str:
         f"out. Training speed: {'; '.join(rates)}. The trio is not in the package.",
     ]
     return "\n".join(lines)
+
+
+def _by_method(rows: list[dict[str, Any]], trio: str) -> dict[tuple, dict[str, Any]]:
+    """A trio's rows by setting, and then by method."""
+    found: dict[tuple, dict[str, Any]] = {}
+    for row in rows:
+        if row["trio"] == trio:
+            key = (row["prompts"], row["temperature"], row["shared_noise"])
+            found.setdefault(key, {})[row["method"]] = row
+    return dict(sorted(found.items()))
+
+
+def _gain_cells(own: dict[str, Any]) -> str:
+    """Accepted lengths of the three methods, and what `tfm` gains over the others."""
+    tfm = own["tfm"]
+    means = [f"{own[method]['mean_accepted_length']:.2f}" for method in _BASES]
+    gains = [f"{tfm[f'to_{x}']:.2f} ({_interval(tfm[f'to_{x}_ci95'])})" for x in _BASES]
+    return " | ".join([*means, f"**{tfm['mean_accepted_length']:.2f}**", *gains])
+
+
+def second_table(result: dict[str, Any]) -> str:
+    """Both editions of the pocket trio's drafter and Weaver beside each other."""
+    editions = {trio: _by_method(result["rows"], trio) for trio in ("first", "second")}
+    lines = [
+        "| prompts | T | edition | `dflash` | `ddtree` | `tfm` | to `dflash` | to `ddtree` |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {prompts} | {temperature:g}{_noise(temperature, shared)} | {trio} | "
+        f"{_gain_cells(found[prompts, temperature, shared])} |"
+        for prompts, temperature, shared in editions["first"]
+        for trio, found in editions.items()
+    ]
+    stages = {row["stage"]: row for row in result["networks"] if row["trio"] == "second"}
+    texts, trained = stages["continuations"], [stages[name] for name in ("dflash", "weaver")]
+    rates = ", ".join(
+        f"{row['stage']} {row['steps']:,} steps in {row['seconds']:.0f} s, "
+        f"{row['tokens_per_second'] / 1e3:.0f}k tokens/s, {row['share_of_matrix_rate']:.0%} of the "
+        "matrix rate"
+        for row in trained
+    )
+    share = texts["options"]["most_copied"]
+    lines += [
+        "",
+        "One verifier, that of the package. The second edition learned from "
+        f"{texts['texts']:,} texts of {texts['options']['total']} tokens, without those of which "
+        f"more than {share:.0%} repeats what the text said before, written in "
+        f"{texts['seconds']:.0f} s: {rates}. "
+        f"{_replayed(result['setting']['second'])}",
+    ]
+    return "\n".join(lines)
+
+
+def entropy_table(result: dict[str, Any]) -> str:
+    """What `tfm` gains over DDTree by how predictable the verifier's texts are."""
+    rows = [row for row in result["by_entropy"] if row["trio"] == "first"]
+    lines = [
+        "| T | verifier's entropy, nats a token | `ddtree` | `tfm` | to `ddtree` |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {row['temperature']:g}{_noise(row['temperature'], row['shared_noise'])} | "
+        f"{row['nats']:.2f} ({_interval(row['nats_range'])}) | {row['ddtree']:.2f} | "
+        f"{row['tfm']:.2f} | {row['to_ddtree']:.2f} ({_interval(row['to_ddtree_ci95'])}) |"
+        for row in sorted(rows, key=lambda row: (row["temperature"], not row["shared_noise"]))
+    ]
+    lines += [
+        "",
+        "Pocket trio as packaged. The texts after held-back and evaluation prompts together, "
+        f"ranked by the verifier's mean entropy along them, in groups of {rows[0]['texts']}; mean "
+        f"over all rounds of a group. {_replayed(result['setting']['first'])}",
+    ]
+    return "\n".join(lines)
+
+
+def _replayed(setting: dict[str, Any]) -> str:
+    """How lengths were measured."""
+    return (
+        f"{setting['count']} prompts of each domain and kind, {setting['new_tokens']} new tokens, "
+        f"B = 64, 95% intervals paired by prompt; {setting['rounds']} in {setting['dtype']}; one "
+        f"{setting['device']}, jax {setting['jax']}, commit {setting['commit']}."
+    )
 
 
 def capacity_table(result: dict[str, Any]) -> str:
@@ -370,14 +441,15 @@ def context_table(result: dict[str, Any]) -> str:
 def attention_table(result: dict[str, Any]) -> str:
     """The kernel for long caches against what bounds it."""
     lines = [
-        "| context | time, us | least arithmetic, us | reading the cache once, us |",
-        "| --- | --- | --- | --- |",
+        "| context | time, us | the other kernel, us | least arithmetic, us | reading the cache "
+        "once, us |",
+        "| --- | --- | --- | --- | --- |",
     ]
     for row in result["ops"]["tree_attention"]:
         if row.get("pallas_note") != "mosaic" or "capacity" in row:
             continue
         us = row["pallas_us"]
-        bounds = (row["arithmetic_floor_us"], row["memory_floor_us"])
+        bounds = (row["triton_us"], row["arithmetic_floor_us"], row["memory_floor_us"])
         cells = " | ".join(f"{bound:.1f} ({us / bound:.1f}x)" for bound in bounds)
         lines.append(f"| {row['context']} | {us:.1f} | {cells} |")
     rows = result["ops"]["tree_attention"][0]["rows"]
@@ -650,12 +722,14 @@ SECTIONS = {
     "budgets": ("budgets.json", budget_table),
     "larger": ("larger.json", larger_table),
     "capacity": ("larger.json", capacity_table),
+    "second": ("second.json", second_table),
+    "entropy": ("second.json", entropy_table),
     "ceiling": ("ceiling.json", ceiling_table),
     "ablation": ("ablation.json", ablation_table),
     "speed": ("pocket_speed_nvidia*.json", speed_table),
     "step": ("step_nvidia*.json", step_table),
     "contexts": ("contexts_nvidia*.json", context_table),
-    "attention": ("attention_nvidia*.json", attention_table),
+    "attention": ("kernels_nvidia*.json", attention_table),
     "kernels": ("kernels_nvidia*.json", kernel_table),
 }
 

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.scipy.special import entr
 
 from experiments.acceptance import DOMAINS, common_setting
 from experiments.replay import (
@@ -28,8 +29,10 @@ from experiments.replay import (
     summarise,
     walk,
 )
+from experiments.store import rounded
 from tfm_jax.checkpoints.trio import open_trio
 from tfm_jax.config import Sampling, TreeConfig
+from tfm_jax.decoding.sampling import hide_padding
 from tfm_jax.decoding.state import Trio, make_request
 from tfm_jax.model import Model, directory
 from tfm_jax.training.continuations import write_on
@@ -56,10 +59,12 @@ class TextSet:
     Attributes:
       domains: of each text.
       starts: by temperature, of all texts [R, A].
+      nats: by temperature, [R] mean entropy of the verifier's next token along each text.
     """
 
     domains: list[str]
     starts: dict[float, Starts]
+    nats: dict[float, np.ndarray]
 
 
 def check_corpus(corpus: Path, model: str | Path | None = None) -> None:
@@ -117,7 +122,7 @@ def write_and_draft(
     *,
     new_tokens: int,
     vocab_limit: int,
-) -> Starts:
+) -> tuple[Starts, jax.Array]:
     """Texts that go on beyond the last anchor as far as a tree reaches, and drafts along them.
 
     Args:
@@ -130,7 +135,8 @@ def write_and_draft(
       vocab_limit: static, see `Request`.
 
     Returns:
-      starts of all rounds, [R, A].
+      starts of all rounds, [R, A], and the verifier's entropy [R, A] float32 where each root was
+      chosen, in nats at temperature 1.
     """
     rows, width = prompts.shape
     temperatures = jnp.full((rows,), temperature)
@@ -139,12 +145,14 @@ def write_and_draft(
     tokens = write_on(trio.verifier, *given, total=total, vocab_limit=vocab_limit)
     common = make_request(Sampling(), end_tokens=(), vocab_limit=vocab_limit, total=total)
 
-    def one(text: tuple[jax.Array, jax.Array, jax.Array]) -> Starts:
+    def one(text: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Starts, jax.Array]:
         tokens, length, seed = text
         anchors = length - 1 + jnp.arange(new_tokens)
         request = dataclasses.replace(common, temperature=temperature, seed=seed)
         states = states_at(trio, tokens, anchors)
-        return starts_at(trio, tokens, anchors, states, request, METHODS["tfm"].pool)
+        logits = hide_padding(trio.verifier.logits(states.verifier), jnp.int32(vocab_limit))
+        nats = entr(jax.nn.softmax(logits, axis=-1)).sum(axis=-1)
+        return starts_at(trio, tokens, anchors, states, request, METHODS["tfm"].pool), nats
 
     return jax.lax.map(one, (tokens, lengths, seeds))
 
@@ -181,9 +189,11 @@ def make_set(model: Model, prompts: Prompts, width: int, new_tokens: int) -> Tex
         write_and_draft, model.trio, *given, new_tokens=new_tokens, vocab_limit=model.vocab_limit
     )
     temperatures = dict.fromkeys(temperature for temperature, _ in SETTINGS)
+    made = {t: jax.block_until_ready(make(jnp.float32(t))) for t in temperatures}
     return TextSet(
         domains=[domain for domain, _, _ in rows],
-        starts={t: jax.block_until_ready(make(jnp.float32(t))) for t in temperatures},
+        starts={t: starts for t, (starts, _) in made.items()},
+        nats={t: np.asarray(nats).mean(axis=1) for t, (_, nats) in made.items()},
     )
 
 
@@ -244,4 +254,51 @@ def rows_beside(
             summary = summarise(own, by_domain(texts.domains, other[setting]))
             row |= {n.replace("to_base", f"to_{base}"): value for n, value in summary.items()}
         rows.append(row)
+    return rows
+
+
+def rows_by_entropy(
+    names: Mapping[str, Any],
+    sets: Mapping[str, TextSet],
+    rounds: Mapping[str, Mapping[str, Measured]],
+    groups: int = 5,
+) -> list[dict[str, Any]]:
+    """What `tfm` gains over DDTree on texts that are easy and hard to predict.
+
+    All texts of a setting, ranked by the verifier's entropy along them, in groups of equal size.
+
+    Args:
+      names: of the rows.
+      sets: texts, by the kind of their prompts.
+      rounds: along them, by kind and method.
+      groups: number of them.
+    """
+    rows = []
+    for setting in SETTINGS:
+        temperature, shared = setting
+        nats = np.concatenate([texts.nats[temperature] for texts in sets.values()])
+        found = {
+            method: [text for kind in sets for text in rounds[kind][method][setting]]
+            for method in ("tfm", "ddtree")
+        }
+        for chosen in np.array_split(np.argsort(nats, kind="stable"), groups):
+            tfm, ddtree = (
+                by_domain(["all"] * len(chosen), [found[method][i] for i in chosen])
+                for method in ("tfm", "ddtree")
+            )
+            summary = summarise(tfm, ddtree)
+            rows.append(
+                {
+                    **names,
+                    "temperature": temperature,
+                    "shared_noise": shared and temperature > 0,
+                    "texts": len(chosen),
+                    "nats": rounded(nats[chosen].mean()),
+                    "nats_range": rounded(nats[chosen[[0, -1]]]),
+                    "tfm": summary["mean_accepted_length"],
+                    "ddtree": summarise(ddtree, ddtree)["mean_accepted_length"],
+                    "to_ddtree": summary["to_base"],
+                    "to_ddtree_ci95": summary["to_base_ci95"],
+                }
+            )
     return rows

@@ -13,9 +13,11 @@ from experiments.report import (
     capacity_table,
     ceiling_table,
     context_table,
+    entropy_table,
     filled,
     full_cost_table,
     headline,
+    second_table,
     step_table,
 )
 
@@ -204,6 +206,42 @@ def test_larger_weavers_stand_beside_the_trios_own():
     assert "2 blocks, 1536 inner units, against 1 and 384" in table
 
 
+def test_both_editions_stand_beside_each_other_and_gains_by_entropy():
+    names = {"prompts": "held back", "temperature": 1.0, "shared_noise": True}
+    ratios = {"to_dflash": 2.0, "to_ddtree": 1.25}
+    ratios |= {f"{name}_ci95": [value - 0.5, value + 0.5] for name, value in ratios.items()}
+    rows = [
+        {**names, "trio": trio, "method": method, "mean_accepted_length": length} | ratios
+        for trio, more in (("first", 0.0), ("second", 1.0))
+        for method, length in (("dflash", 2 + more), ("ddtree", 3 + more), ("tfm", 5 + more))
+    ]
+    texts = {"texts": 1234, "seconds": 99.0, "options": {"total": 256, "most_copied": 0.3}}
+    rates = {"steps": 5, "seconds": 8, "tokens_per_second": 9e3, "share_of_matrix_rate": 0.07}
+    networks = [{"trio": "second", "stage": "continuations", **texts}] + [
+        {"trio": "second", "stage": stage, **rates} for stage in ("dflash", "weaver")
+    ]
+    own = {**SETTING, "count": 4, "new_tokens": 8, "rounds": "replayed"}
+    groups = [
+        {"trio": trio, "temperature": 1.0, "shared_noise": True, "texts": 7, "nats": 0.5}
+        | {"nats_range": [0.25, 0.75], "ddtree": 3.0, "tfm": length, "to_ddtree": length / 3}
+        | {"to_ddtree_ci95": [1.0, 2.0]}
+        for trio, length in (("first", 4.5), ("second", 6.0))
+    ]
+    result = {
+        "setting": {"first": own, "second": own},
+        "networks": networks,
+        "rows": rows,
+        "by_entropy": groups,
+    }
+    table = second_table(result)
+    gains = "2.00 (1.50 to 2.50) | 1.25 (0.75 to 1.75) |"
+    assert f"| held back | 1, shared noise | first | 2.00 | 3.00 | **5.00** | {gains}" in table
+    assert f"| held back | 1, shared noise | second | 3.00 | 4.00 | **6.00** | {gains}" in table
+    assert "1,234 texts of 256 tokens, without those of which more than 30%" in table
+    line = "| 1, shared noise | 0.50 (0.25 to 0.75) | 3.00 | 4.50 | 1.50 (1.00 to 2.00) |"
+    assert [row for row in entropy_table(result).splitlines() if "0.50" in row] == [line]
+
+
 def test_documents_show_what_the_results_hold():
     for document in DOCUMENTS:
         text = document.read_text("utf-8")
@@ -251,6 +289,7 @@ def test_the_kernel_for_long_caches_stands_beside_what_bounds_it():
         "rows": 65,
         "memory_floor_us": 10.0,
         "arithmetic_floor_us": 20.0,
+        "triton_us": 80.0,
         "pallas_note": "mosaic",
     }
     rows = [
@@ -259,7 +298,7 @@ def test_the_kernel_for_long_caches_stands_beside_what_bounds_it():
         row | {"context": 8192, "pallas_us": 50.0, "capacity": 65536},
     ]
     table = attention_table({**RUN, "matrix_tflops": 673.0, "ops": {"tree_attention": rows}})
-    assert "| 8192 | 40.0 | 20.0 (2.0x) | 10.0 (4.0x) |" in table
+    assert "| 8192 | 40.0 | 80.0 (0.5x) | 20.0 (2.0x) | 10.0 (4.0x) |" in table
     assert "1024" not in table
     assert "50.0" not in table
 

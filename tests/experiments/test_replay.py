@@ -78,7 +78,7 @@ def test_lengths_are_pooled_over_prompts_and_averaged_over_domains():
 
 
 def test_rows_name_what_they_are_compared_with():
-    texts = text_sets.TextSet(domains=["code", "chat"], starts={})
+    texts = text_sets.TextSet(domains=["code", "chat"], starts={}, nats={})
     rounds = {(0.0, True): [[2, 2], [3]], (1.0, True): [[2, 2], [3]]}
     base = {setting: [[1] * 4, [1] * 3] for setting in rounds}
     rows = text_sets.rows_beside({"method": "tfm"}, texts, rounds, {"base": base, "own": rounds})
@@ -86,3 +86,42 @@ def test_rows_name_what_they_are_compared_with():
     assert rows[0]["method"] == "tfm"
     assert (rows[0]["to_base"], rows[0]["to_own"]) == (2.5, 1.0)
     assert rows[0]["to_own_ci95"] == [1.0, 1.0]
+
+
+def test_gains_are_grouped_by_how_predictable_texts_are():
+    nats = {0.0: np.asarray([0.5, 3.0]), 1.0: np.asarray([2.0, 1.0])}
+    sets = {
+        kind: text_sets.TextSet(domains=["code", "chat"], starts={}, nats=own)
+        for kind, own in (("held back", nats), ("evaluation", {t: n + 4 for t, n in nats.items()}))
+    }
+    tfm, ddtree = [[4, 4], [2, 2, 2, 2]], [[2] * 4, [1] * 8]
+    rounds = {
+        kind: {
+            "tfm": {setting: tfm for setting in text_sets.SETTINGS},
+            "ddtree": {setting: ddtree for setting in text_sets.SETTINGS},
+        }
+        for kind in sets
+    }
+    rows = text_sets.rows_by_entropy({"trio": "a"}, sets, rounds, groups=4)
+    assert [row["nats"] for row in rows] == [0.5, 3.0, 4.5, 7.0] + [1.0, 2.0, 5.0, 6.0] * 2
+    assert [row["tfm"] for row in rows] == [4.0, 2.0, 4.0, 2.0] + [2.0, 4.0, 2.0, 4.0] * 2
+    assert [row["ddtree"] for row in rows[:4]] == [2.0, 1.0, 2.0, 1.0]
+    assert {row["to_ddtree"] for row in rows} == {2.0}
+    assert [row["shared_noise"] for row in rows] == [False] * 4 + [True] * 4 + [False] * 4
+    (pair, *_) = text_sets.rows_by_entropy({}, sets, rounds, groups=2)
+    assert (pair["texts"], pair["nats"], pair["nats_range"]) == (2, 1.75, [0.5, 3.0])
+    assert pair["tfm"] == pytest.approx(16 / 6, abs=1e-4)
+
+
+def test_entropy_is_that_of_the_distribution_that_chose_each_root(tiny_trio: Trio):
+    rng = np.random.default_rng(5)
+    prompts = {"code": [rng.integers(6, 80, 9).tolist() for _ in range(2)]}
+    model = Model(trio=tiny_trio, tokenizer=None, end_tokens=())
+    texts = text_sets.make_set(model, prompts, 9, 6)
+    for temperature, found in texts.nats.items():
+        roots = np.asarray(texts.starts[temperature].root)  # [2, 6], the first is the prompt's end
+        for prompt, row, nats in zip(prompts["code"], roots, found, strict=True):
+            logits = np.asarray(model.logits([*prompt, *row[1:]]), np.float64)[7:-1]
+            p = np.exp(logits - logits.max(-1, keepdims=True))
+            p /= p.sum(-1, keepdims=True)
+            assert nats == pytest.approx(-(p * np.log(p)).sum(-1).mean(), rel=1e-4)
