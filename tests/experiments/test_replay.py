@@ -97,8 +97,8 @@ def test_gains_are_grouped_by_how_predictable_texts_are():
     tfm, ddtree = [[4, 4], [2, 2, 2, 2]], [[2] * 4, [1] * 8]
     rounds = {
         kind: {
-            "tfm": {setting: tfm for setting in text_sets.SETTINGS},
-            "ddtree": {setting: ddtree for setting in text_sets.SETTINGS},
+            method: {setting: lengths.copy() for setting in text_sets.SETTINGS}
+            for method, lengths in (("tfm", tfm), ("ddtree", ddtree))
         }
         for kind in sets
     }
