@@ -414,8 +414,12 @@ def step_table(result: dict[str, Any]) -> str:
 
 
 def context_table(result: dict[str, Any]) -> str:
-    """Whole rounds by length of the text."""
-    rounds = {(row["context"], row["budget"]): row for row in result["rounds"]}
+    """Whole rounds of plain decoding and of `tfm` by length of the text."""
+    rounds = {
+        (row["context"], row["budget"]): row
+        for row in result["rounds"]
+        if row["method"] in ("ar", "tfm")
+    }
     budgets = sorted({budget for _, budget in rounds if budget})
     lines = [
         f"| context | plain, ms | floor, ms |{''.join(f' `tfm` {b}, ms |' for b in budgets)}",

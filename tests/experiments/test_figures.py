@@ -263,6 +263,7 @@ def test_rounds_stand_side_by_side_by_context():
         for context in (8192, 1024)
         for budget in (0, 4, 2)
     ]
+    rounds.append({**rounds[-1], "method": "dflash", "budget": 15})
     result = {
         **RUN,
         "preset": "pocket",
