@@ -43,6 +43,7 @@ from tfm_jax.model import POCKET, Model
 
 RESULT = Path(__file__).parent / "results" / "ablation.json"
 BASE = TreeConfig(budget=64, expand=4)
+Method = Literal["tfm", "ddtree"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,14 +56,16 @@ class Variant:
       shape: of the trees.
       depth: deepest node, the drafter's own if None; Weaver sees all drafter states even so.
       verifier_state, drafter_states: whether Weaver is given them, or their mean.
+      score_temperature: that the scores of a tree are divided by, on top of the text's own.
     """
 
     part: str
-    method: Literal["tfm", "ddtree"] = "tfm"
+    method: Method = "tfm"
     shape: TreeConfig = BASE
     depth: int | None = None
     verifier_state: bool = True
     drafter_states: bool = True
+    score_temperature: float = 1.0
 
     @property
     def program(self) -> tuple[str, TreeConfig, int | None]:
@@ -72,7 +75,7 @@ class Variant:
 
 def describe(setting: Variant) -> str:
     """What a setting differs in from the base, in a few words."""
-    if setting.method == "ddtree":
+    if setting.part == "states" and setting.method == "ddtree":
         return "without Weaver (DDTree)"
     missing = [
         name
@@ -90,6 +93,7 @@ def describe(setting: Variant) -> str:
         "expand": f"w = {shape.expand}",
         "children": f"{shape.children} children",
         "depth": f"depth {setting.depth}",
+        "scores": f"scores at {setting.score_temperature:g} times their temperature",
     }.get(setting.part, setting.part)
 
 
@@ -121,6 +125,7 @@ def lengths_with(
     states: States,
     fed: States,
     request: Request,
+    heat: jax.Array,
     *,
     method: str,
     shape: TreeConfig,
@@ -133,10 +138,16 @@ def lengths_with(
       tokens, anchors, request: see `replay.starts_at`.
       states: that the drafter's pools come from.
       fed: that Weaver is given.
+      heat: float32 scalar, `score_temperature`.
       method, shape, depth: see `Variant`.
     """
     starts = starts_at(trio, tokens, anchors, states, request, shape.pool)
-    drafted = dataclasses.replace(starts.draft, hidden=fed.drafter)
+    drafted = dataclasses.replace(
+        starts.draft,
+        hidden=fed.drafter,
+        temperature=starts.draft.temperature * heat,
+        noise=starts.draft.noise / heat,
+    )
     starts = dataclasses.replace(starts, state=fed.verifier, draft=drafted)
     return accepted_lengths(trio, starts, method=method, shape=shape, depth=depth)
 
@@ -206,8 +217,9 @@ def measure(
         base = None
         for setting in settings:
             run = programs[setting.program]
+            heat = setting.score_temperature
             rounds = [
-                rounds_of(run, trio, sample, _fed(sample.states, means, setting))
+                rounds_of(run, trio, sample, _fed(sample.states, means, setting), heat)
                 for sample in found
             ]
             measured = by_domain([s.domain for s in found], rounds)
@@ -280,7 +292,8 @@ def compile_programs(
 
     def compiled(program: tuple[str, TreeConfig, int | None]) -> Callable:
         method, shape, depth = program
-        arguments = (trio, like.tokens, like.anchors, like.states, like.states, like.request)
+        states = (like.states, like.states)
+        arguments = (trio, like.tokens, like.anchors, *states, like.request, jnp.float32(1))
         return run.lower(*arguments, method=method, shape=shape, depth=depth).compile()
 
     programs = list(dict.fromkeys(setting.program for setting in settings))
@@ -297,9 +310,12 @@ def _fed(states: States, means: States, setting: Variant) -> States:
     )
 
 
-def rounds_of(run: Callable, trio: Trio, sample: Sample, fed: States) -> list[int]:
+def rounds_of(
+    run: Callable, trio: Trio, sample: Sample, fed: States, heat: float = 1.0
+) -> list[int]:
     """Tokens that each round emits, with a program of `compile_programs`."""
-    lengths = run(trio, sample.tokens, sample.anchors, sample.states, fed, sample.request)
+    given = (sample.tokens, sample.anchors, sample.states, fed, sample.request)
+    lengths = run(trio, *given, jnp.float32(heat))
     return walk(np.asarray(lengths))
 
 
@@ -317,6 +333,7 @@ def _row(setting: Variant, temperature: float, depth: int) -> dict[str, Any]:
         "depth": depth if setting.depth is None else setting.depth,
         "verifier_state": setting.verifier_state,
         "drafter_states": setting.drafter_states,
+        "score_temperature": setting.score_temperature,
     }
 
 

@@ -214,8 +214,12 @@ def floors(case: Case, rates: Rates) -> dict[str, float]:
 def record(
     row: dict[str, Any], candidate: Candidate, timing: Timing, overhead: float, error: float
 ) -> None:
-    """Keeps the fastest candidate of each kind in the row."""
+    """Keeps the fastest candidate of each kind in the row, if it takes longer than the chain."""
     kind, net = candidate.kind, timing.median_us - overhead
+    if net <= 0:
+        lost = f"{candidate.note} hidden: a chain without the call takes {overhead:.1f} us".strip()
+        row.setdefault(f"{kind}_failed", []).append(lost)
+        return
     if net >= row.get(f"{kind}_us", math.inf):
         return
     row[f"{kind}_us"] = round(net, 2)

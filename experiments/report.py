@@ -124,6 +124,7 @@ def second_table(result: dict[str, Any]) -> str:
         for trio, found in editions.items()
     ]
     stages = {row["stage"]: row for row in result["networks"] if row["trio"] == "second"}
+    own = {row["stage"]: row for row in result["networks"] if row["trio"] == "first"}
     texts, trained = stages["continuations"], [stages[name] for name in ("dflash", "weaver")]
     rates = ", ".join(
         f"{row['stage']} {row['steps']:,} steps in {row['seconds']:.0f} s, "
@@ -131,36 +132,82 @@ def second_table(result: dict[str, Any]) -> str:
         "matrix rate"
         for row in trained
     )
-    share = texts["options"]["most_copied"]
+    share, before = texts["options"]["most_copied"], own["continuations"]
+    seen = " and ".join(
+        f"{stages[name]['tokens'] / 1e6:.0f}M ({own[name]['tokens'] / 1e6:.0f}M)"
+        for name in ("dflash", "weaver")
+    )
     lines += [
         "",
         "One verifier, that of the package. The second edition learned from "
-        f"{texts['texts']:,} texts of {texts['options']['total']} tokens, without those of which "
-        f"more than {share:.0%} repeats what the text said before, written in "
-        f"{texts['seconds']:.0f} s: {rates}. "
-        f"{_replayed(result['setting']['second'])}",
+        f"{texts['texts']:,} texts of {texts['options']['total']} tokens (the first from "
+        f"{before['texts']:,} of {before['tokens'] // before['texts']}), after prompts of a newer "
+        f"build of the corpus, without those of which more than {share:.0%} repeats what the text "
+        f"said before, written in {texts['seconds']:.0f} s: {rates}. Drafter and Weaver saw {seen} "
+        "tokens of them; the Weaver's loss is that of `configs/second.json`. Some held-back texts "
+        "may not be new to the first edition, whose build of the corpus was cut elsewhere. "
+        f"{_replayed(result['setting']['second'])}{_note(result)}",
     ]
     return "\n".join(lines)
 
 
 def entropy_table(result: dict[str, Any]) -> str:
     """What `tfm` gains over DDTree by how predictable the verifier's texts are."""
-    rows = [row for row in result["by_entropy"] if row["trio"] == "first"]
+    editions = [
+        sorted(rows, key=lambda row: (row["temperature"], not row["shared_noise"], row["nats"]))
+        for rows in (
+            [row for row in result["by_entropy"] if row["trio"] == trio]
+            for trio in ("first", "second")
+        )
+    ]
     lines = [
-        "| T | verifier's entropy, nats a token | `ddtree` | `tfm` | to `ddtree` |",
-        "| --- | --- | --- | --- | --- |",
+        "| T | verifier's entropy, nats a token | first: `ddtree`, `tfm`, to `ddtree` | second |",
+        "| --- | --- | --- | --- |",
     ]
-    lines += [
-        f"| {row['temperature']:g}{_noise(row['temperature'], row['shared_noise'])} | "
-        f"{row['nats']:.2f} ({_interval(row['nats_range'])}) | {row['ddtree']:.2f} | "
-        f"{row['tfm']:.2f} | {row['to_ddtree']:.2f} ({_interval(row['to_ddtree_ci95'])}) |"
-        for row in sorted(rows, key=lambda row: (row["temperature"], not row["shared_noise"]))
-    ]
+    for pair in zip(*editions, strict=True):
+        row, cells = pair[0], []
+        for found in pair:
+            ratio = f"**{found['to_ddtree']:.2f}** ({_interval(found['to_ddtree_ci95'])})"
+            cells.append(f"{found['ddtree']:.2f}, {found['tfm']:.2f}, {ratio}")
+        lines.append(
+            f"| {row['temperature']:g}{_noise(row['temperature'], row['shared_noise'])} | "
+            f"{row['nats']:.2f} ({_interval(row['nats_range'])}) | {' | '.join(cells)} |"
+        )
+    rows = editions[0]
     lines += [
         "",
-        "Pocket trio as packaged. The texts after held-back and evaluation prompts together, "
+        "Both editions of the pocket trio, along the same texts: those after held-back and after "
+        "evaluation prompts together, "
         f"ranked by the verifier's mean entropy along them, in groups of {rows[0]['texts']}; mean "
-        f"over all rounds of a group. {_replayed(result['setting']['first'])}",
+        f"over all rounds of a group. {_replayed(result['setting']['first'])}{_note(result)}",
+    ]
+    return "\n".join(lines)
+
+
+def calibration_table(result: dict[str, Any]) -> str:
+    """Accepted length with scores cooled and heated, as a share of that with a method's own."""
+    setting, rows = result["setting"], result["rows"]
+    heats = sorted({row["score_temperature"] for row in rows})
+    found: dict[tuple, dict[float, dict[str, Any]]] = {}
+    for row in rows:
+        key = (row["temperature"], row["method"])
+        found.setdefault(key, {})[row["score_temperature"]] = row
+    titles = " | ".join("as it is" if heat == 1 else f"x {heat:g}" for heat in heats)
+    lines = [f"| T | method | {titles} |", f"| --- | --- |{' --- |' * len(heats)}"]
+    for (temperature, method), own in found.items():
+        cells = [
+            f"{own[heat]['mean_accepted_length']:.2f}"
+            + (f", {own[heat]['to_base']:.1%}" if heat != 1 else "")
+            for heat in heats
+        ]
+        lines.append(f"| {temperature:g} | `{method}` | {' | '.join(cells)} |")
+    prompts = ", ".join(f"{count} {domain}" for domain, count in setting["prompts"].items())
+    lines += [
+        "",
+        f"{_trio(setting)}, {setting['dtype']}, {setting['device']}, jax {setting['jax']}, commit "
+        f"{setting['commit']}; {prompts} prompts, {setting['new_tokens']} new tokens, B = 64, "
+        f"shared noise at T = 1; temperature of the scores, accepted length, and its share of that "
+        f"with the method's own.{_note(result)}",
     ]
     return "\n".join(lines)
 
@@ -342,14 +389,15 @@ def kernel_table(result: dict[str, Any]) -> str:
 
 
 def _kernel_setting(result: dict[str, Any]) -> str:
-    rows = [row for rows in result["ops"].values() for row in rows if "pallas_us" in row]
+    rows = [row for rows in result["ops"].values() for row in rows if row.get("pallas_us", 0) > 0]
     under = max(0.0, *(1 - row["pallas_us"] / row["floor_us"] for row in rows))
     exact = f" Some kernels read faster, by up to {under:.0%}." if under else ""
     return (
         "Qwen3.6-27B shapes (16 key heads, 48 value heads, 128 x 128; 24 query heads over 4 of "
         "256; vocabulary 248,320), bfloat16 unless said, batch 1, trees of depth 15, one "
         f"{result['device']}, jax {result['jax']}, commit {result['commit']}; median inside one "
-        "jitted chain over inputs rotated past the cache. Floor: least traffic at "
+        "jitted chain over inputs rotated past the cache, less what the chain takes without the "
+        "call, so that times below 5 us are known to about 1 us. Floor: least traffic at "
         f"{result['read_bandwidth_gbs'] / 1e3:.2f} TB/s or least arithmetic at "
         f"{result['matrix_tflops']:.0f} TFLOP/s, whichever is longer, both measured in the same "
         f"run, by a large sum and a large product.{exact} Error: Frobenius norm of `out` against "
@@ -450,12 +498,14 @@ def attention_table(result: dict[str, Any]) -> str:
         "| --- | --- | --- | --- | --- |",
     ]
     for row in result["ops"]["tree_attention"]:
-        if row.get("pallas_note") != "mosaic" or "capacity" in row:
+        if row.get("pallas_note") != "mosaic":
             continue
         us = row["pallas_us"]
-        bounds = (row["triton_us"], row["arithmetic_floor_us"], row["memory_floor_us"])
+        bounds = (row["arithmetic_floor_us"], row["memory_floor_us"])
         cells = " | ".join(f"{bound:.1f} ({us / bound:.1f}x)" for bound in bounds)
-        lines.append(f"| {row['context']} | {us:.1f} | {cells} |")
+        room = f", room for {row['capacity']}" if "capacity" in row else ""
+        other = _rival(row, "triton")
+        lines.append(f"| {row['context']}{room} | {us:.1f} | {other} | {cells} |")
     rows = result["ops"]["tree_attention"][0]["rows"]
     return "\n".join(
         [
@@ -728,6 +778,7 @@ SECTIONS = {
     "capacity": ("larger.json", capacity_table),
     "second": ("second.json", second_table),
     "entropy": ("second.json", entropy_table),
+    "calibration": ("calibration.json", calibration_table),
     "ceiling": ("ceiling.json", ceiling_table),
     "ablation": ("ablation.json", ablation_table),
     "speed": ("pocket_speed_nvidia*.json", speed_table),

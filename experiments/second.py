@@ -45,10 +45,10 @@ def begin(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     pocket = directory(POCKET)
     entry = recorded(pocket / PROVENANCE)["verifier"]
+    unfinished = out / ".verifier"  # known by `check_verifier`, should this stop half-way
+    shutil.copytree(pocket / "verifier", unfinished, dirs_exist_ok=True)
     with whole_file(out / PROVENANCE) as partial:
         partial.write_text(json.dumps({"verifier": entry}, indent=1) + "\n", "utf-8")
-    unfinished = out / ".verifier"
-    shutil.copytree(pocket / "verifier", unfinished, dirs_exist_ok=True)
     unfinished.rename(out / "verifier")
 
 
@@ -69,9 +69,11 @@ def check_verifier(out: Path) -> None:
 
 def measure_step(work: Work) -> None:
     """Both editions, each along texts of the verifier that they share."""
+    opened = {}
     for edition, folder in (("first", directory(POCKET)), ("second", work.out)):
         model = tfm_jax.load(folder, dtype="float32")
-        stages = networks_of(edition, folder, model)
+        opened[edition] = (model, networks_of(edition, folder, model))
+    for edition, (model, stages) in opened.items():
         setting = work.setting(model, edition)
         found = measure(edition, model, work)
         setting |= {"heldout_nats_per_token": found.nats}
@@ -123,6 +125,13 @@ def check(options: argparse.Namespace) -> None:
             plan_stage(step, options.corpus, options.out, before=before, **own)
     if "measure" in options.steps:
         heldout_prompts(options.corpus, options.count)
+        before = options.steps[: options.steps.index("measure")]
+        needed = [step for step in ("dflash", "weaver") if step not in before]
+        if absent := [step for step in needed if not (options.out / step).is_dir()]:
+            raise FileNotFoundError(
+                f"{options.out} holds no {' and no '.join(absent)} to measure: the steps of these "
+                "names make them"
+            )
 
 
 def run(options: argparse.Namespace, work: Work) -> None:

@@ -59,7 +59,8 @@ class TextSet:
     Attributes:
       domains: of each text.
       starts: by temperature, of all texts [R, A].
-      nats: by temperature, [R] mean entropy of the verifier's next token along each text.
+      nats: by temperature, [R] mean entropy of the verifier's distributions that the anchors of
+        each text are from; the first anchor is the prompt's last token.
     """
 
     domains: list[str]
@@ -281,7 +282,7 @@ def rows_by_entropy(
             method: [text for kind in sets for text in rounds[kind][method][setting]]
             for method in ("tfm", "ddtree")
         }
-        for chosen in np.array_split(np.argsort(nats, kind="stable"), groups):
+        for chosen in np.array_split(np.argsort(nats, kind="stable"), min(groups, len(nats))):
             tfm, ddtree = (
                 by_domain(["all"] * len(chosen), [found[method][i] for i in chosen])
                 for method in ("tfm", "ddtree")

@@ -84,7 +84,7 @@ def test_compare_tells_of_a_difference(run, trio_dir, wrong):
     same = {name: one["same_tokens"] for name, one in result.json["methods"].items()}
     assert same == {"ar": True, "dflash": False, "ddtree": True, "tfm": True}
     assert "NO" in run(*given).out
-    assert run(*given, "--temperature", "1").status == 0
+    assert run(*given, "--temperature", "1").status == 1
 
 
 def test_verify_passes_where_all_tokens_are_the_same(run, trio_dir):
@@ -98,6 +98,12 @@ def test_verify_passes_where_all_tokens_are_the_same(run, trio_dir):
     out = run("verify", str(trio_dir), "a", "b", *SIZE).out
     assert out.count("2/2") == 3
     assert "passed" in out
+
+
+def test_verify_refuses_texts_that_check_nothing(run, trio_dir):
+    result = run("verify", str(trio_dir), "a", "--max-new-tokens", "0")
+    assert (result.status, result.out) == (2, "")
+    assert "max_new_tokens must be at least 1 to compare anything, got 0" in result.err
 
 
 def test_verify_fails_where_rounding_cannot_be_the_reason(run, trio_dir, wrong):

@@ -75,8 +75,13 @@ def test_bench_passes_its_options_on(run, monkeypatch, tmp_path):
         (folder / f"{name}.py").write_text(f"import sys\n{record}\nsys.exit(7)\n")
     assert run("bench", "kernels", "--ops", "top_k", "--sweep", "--json").status == 7
     assert seen.read_text() == "--ops top_k --sweep --json"
+    assert run("bench", "kernels", "--compile-seconds", "7.5").status == 7
+    assert seen.read_text() == "--compile-seconds 7.5"
     assert run("bench", "step", "--budgets", "3", "5", "--out", str(tmp_path)).status == 7
     assert seen.read_text() == f"--budgets 3 5 --out {tmp_path}"
+    flags = ("--all-contexts", "--no-phases", "--no-profile")
+    assert run("bench", "step", *flags).status == 7
+    assert seen.read_text() == " ".join(flags)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +89,7 @@ def test_bench_passes_its_options_on(run, monkeypatch, tmp_path):
     [
         (("kernels", "--preset", "pocket"), "--preset belongs to `tfm bench step`"),
         (("step", "--sweep"), "--sweep belongs to `tfm bench kernels`"),
+        (("kernels", "--no-phases"), "--no-phases belongs to `tfm bench step`"),
     ],
 )
 def test_bench_refuses_options_of_the_other(run, arguments, message):

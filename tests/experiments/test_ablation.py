@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import ablation, texts
+from experiments import ablation, calibration, texts
 from experiments.ablation import Variant
 from experiments.replay import States
 from tfm_jax.config import Sampling, TreeConfig
+from tfm_jax.decoding.draft import Draft
+from tfm_jax.decoding.sampling import cool
 from tfm_jax.decoding.state import Trio
 from tfm_jax.model import Model
 
@@ -55,7 +58,7 @@ def test_what_weaver_is_fed_and_how_deep_trees_go_matter(model: Model):
 
     def lengths(setting: Variant, fed: States) -> np.ndarray:
         arguments = (sample.tokens, sample.anchors, sample.states, fed, sample.request)
-        return np.asarray(programs[setting.program](model.trio, *arguments))
+        return np.asarray(programs[setting.program](model.trio, *arguments, jnp.float32(1)))
 
     full = lengths(base, sample.states)
     for name in ("verifier", "drafter"):
@@ -64,6 +67,47 @@ def test_what_weaver_is_fed_and_how_deep_trees_go_matter(model: Model):
         )
         assert (lengths(base, other) != full).any()
     assert lengths(shallow, sample.states).max() == 2
+
+
+@pytest.mark.parametrize("method", ["tfm", "ddtree"])
+def test_heated_scores_are_divided_by_their_temperature(model: Model, monkeypatch, method):
+    heat = 3.0
+    settings = [
+        Variant(part="base", method=method, shape=SHAPE),
+        Variant(part="scores", method=method, shape=SHAPE, score_temperature=heat),
+    ]
+    (sample,) = ablation.make_samples(model, {"code": [PROMPT]}, 1.0, 40)
+    given = (sample.tokens, sample.anchors, sample.states, sample.states, sample.request)
+
+    def lengths(setting: Variant, heat: float) -> np.ndarray:
+        program = ablation.compile_programs(model.trio, settings, sample)[setting.program]
+        return np.asarray(program(model.trio, *given, jnp.float32(heat)))
+
+    own, heated = (lengths(setting, setting.score_temperature) for setting in settings)
+    assert (own != heated).any()
+
+    def log_probs(self: Draft, logits: jax.Array, depths: jax.Array) -> jax.Array:
+        scores = cool(logits, self.temperature) + self.noise[depths]
+        return jax.nn.log_softmax(scores / heat, axis=-1)
+
+    monkeypatch.setattr(Draft, "log_probs", log_probs)
+    jax.clear_caches()
+    np.testing.assert_array_equal(lengths(settings[0], 1.0), heated)
+
+
+def test_calibration_compares_each_method_with_its_own_scores(model: Model, monkeypatch, tmp_path):
+    monkeypatch.setattr(texts, "load", lambda *_, **__: model)
+    monkeypatch.setattr(ablation, "load_prompts", lambda *_: [PROMPT])
+    monkeypatch.setattr(calibration, "TEMPERATURES", (2.0,))
+    out = tmp_path / "calibration.json"
+    calibration.main(
+        ["--temperatures", "1", "--new-tokens", "12", "--domains", "code", "--out", str(out)]
+    )
+    rows = json.loads(out.read_text())["rows"]
+    found = [(row["method"], row["score_temperature"]) for row in rows]
+    assert found == [("ddtree", 1.0), ("ddtree", 2.0), ("tfm", 1.0), ("tfm", 2.0)]
+    assert (rows[0]["to_base"], rows[2]["to_base"]) == (1, 1)
+    assert rows[3]["name"] == "scores at 2 times their temperature"
 
 
 def test_the_whole_experiment(model: Model, monkeypatch, tmp_path, capsys):

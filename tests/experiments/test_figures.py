@@ -10,6 +10,7 @@ from experiments.report import (
     ablation_table,
     attention_table,
     budget_table,
+    calibration_table,
     capacity_table,
     ceiling_table,
     context_table,
@@ -19,6 +20,7 @@ from experiments.report import (
     headline,
     second_table,
     step_table,
+    tree_solve_table,
 )
 
 KERNELS = {
@@ -208,27 +210,38 @@ def test_larger_weavers_stand_beside_the_trios_own():
 
 def test_both_editions_stand_beside_each_other_and_gains_by_entropy():
     names = {"prompts": "held back", "temperature": 1.0, "shared_noise": True}
-    ratios = {"to_dflash": 2.0, "to_ddtree": 1.25}
-    ratios |= {f"{name}_ci95": [value - 0.5, value + 0.5] for name, value in ratios.items()}
+
+    def ratios(more: float) -> dict:
+        found = {"to_dflash": 2.0 + more, "to_ddtree": 1.25 + more}
+        return found | {f"{n}_ci95": [value - 0.5, value + 0.5] for n, value in found.items()}
+
     rows = [
-        {**names, "trio": trio, "method": method, "mean_accepted_length": length} | ratios
+        {**names, "trio": trio, "method": method, "mean_accepted_length": length} | ratios(more)
         for trio, more in (("first", 0.0), ("second", 1.0))
         for method, length in (("dflash", 2 + more), ("ddtree", 3 + more), ("tfm", 5 + more))
     ]
     texts = {"texts": 1234, "seconds": 99.0, "options": {"total": 256, "most_copied": 0.3}}
     rates = {"steps": 5, "seconds": 8, "tokens_per_second": 9e3, "share_of_matrix_rate": 0.07}
-    networks = [{"trio": "second", "stage": "continuations", **texts}] + [
-        {"trio": "second", "stage": stage, **rates} for stage in ("dflash", "weaver")
+    networks = [
+        {"trio": "second", "stage": "continuations", **texts},
+        {"trio": "first", "stage": "continuations", "texts": 10, "tokens": 5120},
+    ]
+    networks += [
+        {"trio": trio, "stage": stage, "tokens": millions * 10**6, **rates}
+        for trio, millions in (("first", 70), ("second", 90))
+        for stage in ("dflash", "weaver")
     ]
     own = {**SETTING, "count": 4, "new_tokens": 8, "rounds": "replayed"}
     groups = [
-        {"trio": trio, "temperature": 1.0, "shared_noise": True, "texts": 7, "nats": 0.5}
-        | {"nats_range": [0.25, 0.75], "ddtree": 3.0, "tfm": length, "to_ddtree": length / 3}
+        {"trio": trio, "temperature": 1.0, "shared_noise": True, "texts": 7, "nats": nats}
+        | {"nats_range": [nats, 0.75], "ddtree": 3.0, "tfm": length, "to_ddtree": length / 3}
         | {"to_ddtree_ci95": [1.0, 2.0]}
         for trio, length in (("first", 4.5), ("second", 6.0))
+        for nats in (0.5, 0.25)
     ]
     result = {
-        "setting": {"first": own, "second": own},
+        "setting": {"first": {**own, "count": 5}, "second": own},
+        "note": "Noted.",
         "networks": networks,
         "rows": rows,
         "by_entropy": groups,
@@ -236,10 +249,40 @@ def test_both_editions_stand_beside_each_other_and_gains_by_entropy():
     table = second_table(result)
     gains = "2.00 (1.50 to 2.50) | 1.25 (0.75 to 1.75) |"
     assert f"| held back | 1, shared noise | first | 2.00 | 3.00 | **5.00** | {gains}" in table
+    gains = "3.00 (2.50 to 3.50) | 2.25 (1.75 to 2.75) |"
     assert f"| held back | 1, shared noise | second | 3.00 | 4.00 | **6.00** | {gains}" in table
-    assert "1,234 texts of 256 tokens, without those of which more than 30%" in table
-    line = "| 1, shared noise | 0.50 (0.25 to 0.75) | 3.00 | 4.50 | 1.50 (1.00 to 2.00) |"
-    assert [row for row in entropy_table(result).splitlines() if "0.50" in row] == [line]
+    assert "1,234 texts of 256 tokens (the first from 10 of 512)" in table
+    assert "Drafter and Weaver saw 90M (70M) and 90M (70M) tokens" in table
+    assert "4 prompts of each domain and kind" in table
+    table = entropy_table(result)
+    own = "3.00, 4.50, **1.50** (1.00 to 2.00) | 3.00, 6.00, **2.00** (1.00 to 2.00) |"
+    found = [row for row in table.splitlines() if row.startswith("| 1")]
+    assert found == [
+        f"| 1, shared noise | {nats:.2f} ({nats:.2f} to 0.75) | {own}" for nats in (0.25, 0.5)
+    ]
+    assert "5 prompts of each domain and kind" in table
+    assert table.endswith("Noted.")
+
+
+def test_heated_scores_stand_beside_a_methods_own():
+    rows = [
+        {"temperature": 1.0, "method": method, "score_temperature": heat}
+        | {"mean_accepted_length": length * share, "to_base": share}
+        for method, length in (("ddtree", 2.0), ("tfm", 4.0))
+        for heat, share in ((1.0, 1.0), (1.5, 0.75), (0.5, 0.5))
+    ]
+    setting = {**SETTING, "prompts": {"code": 3}, "new_tokens": 8}
+    table = calibration_table({"setting": setting, "rows": rows})
+    assert "| T | method | x 0.5 | as it is | x 1.5 |" in table
+    assert "| 1 | `tfm` | 2.00, 50.0% | 4.00 | 3.00, 75.0% |" in table
+    assert "3 code prompts, 8 new tokens" in table
+
+
+def test_no_kernel_is_said_to_beat_its_floor_by_what_a_chain_hides():
+    case = {"nodes": 65, "xla_us": 9.0, "per_branch_us": 9.0, "error": 1e-7, "floor_us": 2.0}
+    rates = {"read_bandwidth_gbs": 4000.0, "matrix_tflops": 700.0}
+    ops = {"gdn_tree": [{**case, "pallas_us": 1.5}], "weaver_step": [{**case, "pallas_us": -0.5}]}
+    assert "faster, by up to 25%." in tree_solve_table({**RUN, **rates, "ops": ops})
 
 
 def test_documents_show_what_the_results_hold():
@@ -299,9 +342,13 @@ def test_the_kernel_for_long_caches_stands_beside_what_bounds_it():
         row | {"context": 8192, "pallas_us": 50.0, "capacity": 65536},
     ]
     table = attention_table({**RUN, "matrix_tflops": 673.0, "ops": {"tree_attention": rows}})
-    assert "| 8192 | 40.0 | 80.0 (0.5x) | 20.0 (2.0x) | 10.0 (4.0x) |" in table
+    assert "| 8192 | 40.0 | 80.0 (2.0x) | 20.0 (2.0x) | 10.0 (4.0x) |" in table
+    assert "| 8192, room for 65536 | 50.0 | 80.0 (1.6x) |" in table
     assert "1024" not in table
-    assert "50.0" not in table
+    del rows[1]["triton_us"]
+    rows[1]["triton_failed"] = ["not compiled after 9 s"]
+    failed = attention_table({**RUN, "matrix_tflops": 673.0, "ops": {"tree_attention": rows}})
+    assert "| 8192 | 40.0 | not compiled after 9 s |" in failed
 
 
 def test_accepted_lengths_stand_side_by_side_by_nodes():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -14,9 +15,21 @@ from experiments import ablation, acceptance, ceiling, kernels, step
 from experiments.checkout import commit_id
 from experiments.store import store
 from experiments.timings.case import Candidate, Case
-from pallas_kernels.benchmark import compile_chain
+from pallas_kernels.benchmark import Chain, Timing, compile_chain
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="times on a GPU")
+
+
+@pytest.fixture
+def slower(monkeypatch):
+    """Every measurement takes longer than the one before it."""
+    clock = itertools.count(1.0)
+
+    def measure(_: Chain) -> Timing:
+        us = next(clock)
+        return Timing(median_us=us, low_us=us, high_us=us)
+
+    monkeypatch.setattr(Chain, "measure", measure)
 
 
 def test_kernels_are_checked_without_a_gpu(tmp_path, capsys):
@@ -29,6 +42,7 @@ def test_kernels_are_checked_without_a_gpu(tmp_path, capsys):
     assert not any(name.endswith("_us") for name in row)
 
 
+@pytest.mark.usefixtures("slower")
 def test_a_stop_loses_only_what_was_not_timed(monkeypatch):
     """Each operation is kept before the next one is timed."""
 
@@ -62,6 +76,7 @@ def test_a_stop_loses_only_what_was_not_timed(monkeypatch):
     assert list(report) == ops
 
 
+@pytest.mark.usefixtures("slower")
 def test_what_failed_is_named_in_its_row(monkeypatch, tmp_path, capsys):
     """A wrong result and one that does not compile; the program says so by its exit."""
 
@@ -95,6 +110,16 @@ def test_what_failed_is_named_in_its_row(monkeypatch, tmp_path, capsys):
     assert "pallas_us" not in row
     assert "xla_us" in row
     assert capsys.readouterr().out.count("failed") == 2
+
+
+def test_a_time_within_that_of_the_chain_is_no_time():
+    row = {"floor_us": 1.0}
+    candidate = Candidate(kind="pallas", call=lambda *_: (), note="warps 4")
+    for median in (5.0, 2.0, 3.5):
+        timing = Timing(median_us=median, low_us=median - 0.1, high_us=median + 0.1)
+        kernels.record(row, candidate, timing, 2.0, 1e-3)
+    assert row["pallas_us"] == 1.5
+    assert row["pallas_failed"] == ["warps 4 hidden: a chain without the call takes 2.0 us"]
 
 
 def test_no_commit_is_known_without_git(monkeypatch):

@@ -12,6 +12,7 @@ from refusals import refused
 
 from experiments import larger, second
 from experiments.acceptance import DOMAINS
+from experiments.text_sets import SETTINGS, TextSet
 from tests.training.test_pocket import corpus, small  # noqa: F401
 from tfm_jax.checkpoints.opened import open_drafter, open_verifier
 from tfm_jax.training.leftovers import network_digest
@@ -78,6 +79,40 @@ def test_both_editions_share_a_verifier_and_are_measured_alike(
     np.testing.assert_allclose(halves[0], halves[1], atol=1e-4)
 
 
+def test_both_editions_are_opened_before_one_is_measured(tmp_path: Path, monkeypatch) -> None:
+    order = []
+    texts = TextSet(domains=["code"], starts={}, nats={0.0: np.ones(1), 1.0: np.ones(1)})
+    rounds = {"tfm": {s: [[2]] for s in SETTINGS}, "ddtree": {s: [[1, 1]] for s in SETTINGS}}
+
+    def measure(edition: str, model: Path, work: larger.Work) -> larger.Measurement:
+        order.append(f"measured {edition}")
+        sets, found = {"held back": texts}, {"held back": rounds}
+        rows = [{"trio": edition, "model": model.name}]
+        return larger.Measurement(sets=sets, rounds=found, rows=rows, nats={"code": 1.0})
+
+    def networks_of(edition: str, folder: Path, model: Path) -> list:
+        order.append(f"opened {edition}")
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is no complete trio")
+        return [{"trio": edition, "stage": "weaver"}]
+
+    monkeypatch.setattr(second.tfm_jax, "load", lambda folder, dtype: Path(folder))
+    monkeypatch.setattr(second, "measure", measure)
+    monkeypatch.setattr(second, "networks_of", networks_of)
+    monkeypatch.setattr(larger.Work, "setting", lambda *_: {})
+    out = tmp_path / "out"
+    work = larger.Work(corpus=tmp_path, out=out, prompting=larger.Prompting(), result=second.RESULT)
+    with pytest.raises(ValueError, match="no complete trio"):
+        second.measure_step(work)
+    assert order == ["opened first", "opened second"]
+    out.mkdir()
+    second.measure_step(work)
+    assert order[2:] == ["opened first", "opened second", "measured first", "measured second"]
+    result = json.loads((out / second.RESULT).read_text())
+    assert [row["trio"] for row in result["by_entropy"]] == ["first"] * 3 + ["second"] * 3
+    assert [row["model"] for row in result["rows"]] == [second.directory(second.POCKET).name, "out"]
+
+
 def test_bad_input_is_refused_and_nothing_is_written(
     corpus: Path,  # noqa: F811
     tmp_path: Path,
@@ -97,6 +132,9 @@ def test_bad_input_is_refused_and_nothing_is_written(
         second.main(["dflash", *places])
     with refused(capsys, "count must be positive, got 0"):
         second.main(["measure", *places, "--count", "0"])
+    monkeypatch.setattr(second, "heldout_prompts", lambda *_: None)
+    with refused(capsys, "holds no dflash and no weaver to measure"):
+        second.main(["measure", *places])
     assert not out.exists()
     out.mkdir()
     (out / "provenance.json").write_text("{}")

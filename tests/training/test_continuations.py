@@ -126,6 +126,10 @@ def test_texts_that_repeat_themselves_are_left_out(
     assert "rows 4  kept 2" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"most_copied must lie in 0..1, got 2"):
         kept(2)
+    loops = np.stack([rows[0]] * 4)
+    monkeypatch.setattr(continuations, "write_on", lambda *_, **__: jnp.asarray(loops))
+    with pytest.raises(ValueError, match=r"no text is left: more than most_copied = 0.5"):
+        kept(0.5)
 
 
 def texts(rows: int = 7, length: int = 20) -> Continuations:

@@ -18,12 +18,16 @@ def bench(
     *,
     ops: tuple[str, ...] | None = None,
     sweep: bool = False,
+    compile_seconds: float | None = None,
     preset: str | None = None,
     methods: tuple[str, ...] | None = None,
     budgets: tuple[int, ...] | None = None,
     contexts: tuple[int, ...] | None = None,
     prefill: tuple[int, ...] | None = None,
     accepted: tuple[float, ...] | None = None,
+    all_contexts: bool = False,
+    no_phases: bool = False,
+    no_profile: bool = False,
     out: Path | None = None,
     json: bool = False,
 ) -> int:
@@ -36,12 +40,16 @@ def bench(
       what: What to time.
       ops: Operations (kernels); all if not given.
       sweep: Time more kernel configurations (kernels).
+      compile_seconds: Leave out what takes longer to compile (kernels).
       preset: Sizes of the model, see configs/ (step).
       methods: What to compare with plain decoding (step); all if not given.
       budgets: Drafted nodes (step).
       contexts: Lengths of the committed text (step).
       prefill: Lengths of prompts (step).
       accepted: Mean accepted lengths to state speed-ups for (step).
+      all_contexts: Time every budget at all contexts (step).
+      no_phases: Time whole rounds only (step).
+      no_profile: Skip the device profile (step).
       out: Folder of the report; experiments/results if not given.
       json: Print the report instead of tables.
     """
@@ -49,7 +57,7 @@ def bench(
     if not script.is_file():
         raise FileNotFoundError(f"{script}: timing scripts come with the repository alone")
     mine = {
-        "kernels": {"ops": ops, "sweep": sweep or None},
+        "kernels": {"ops": ops, "sweep": sweep or None, "compile-seconds": compile_seconds},
         "step": {
             "preset": preset,
             "methods": methods,
@@ -57,6 +65,9 @@ def bench(
             "contexts": contexts,
             "prefill": prefill,
             "accepted": accepted,
+            "all-contexts": all_contexts or None,
+            "no-phases": no_phases or None,
+            "no-profile": no_profile or None,
         },
     }
     for other, names in mine.items():

@@ -47,6 +47,10 @@ def verify(
       token_ids: The prompts are token ids, between spaces or commas.
       json: Print one JSON object and nothing else.
     """
+    if max_new_tokens < 1:
+        raise ValueError(
+            f"max_new_tokens must be at least 1 to compare anything, got {max_new_tokens}"
+        )
     shape = tree.config()
     given = gather_prompts(prompts, prompts_file, token_ids=token_ids)
     loaded = device.load(model)

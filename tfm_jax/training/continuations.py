@@ -342,8 +342,8 @@ def generate_continuations(
       seconds: stop before a batch that would end later than this; the first is always made.
 
     Raises:
-      ValueError: `most_copied` or `greedy_share` is no share, or `batches` or `shortest` is not
-        positive.
+      ValueError: `most_copied` or `greedy_share` is no share, `batches` or `shortest` is not
+        positive, or all texts were left out.
     """
     check_count("batches", batches)
     check_count("shortest", shortest)
@@ -381,6 +381,12 @@ def generate_continuations(
             flush=True,
         )
     fields = (f.name for f in dataclasses.fields(Continuations))
-    return Continuations(
+    whole = Continuations(
         **{name: np.concatenate([getattr(p, name) for p in parts]) for name in fields}
     )
+    if not len(whole.tokens):
+        raise ValueError(
+            f"no text is left: more than most_copied = {most_copied:g} of each repeats what it "
+            "said before; allow more, or lower greedy_share"
+        )
+    return whole
