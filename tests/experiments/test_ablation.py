@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -28,7 +29,7 @@ def model(tiny_trio: Trio) -> Model:
     return Model(trio=tiny_trio, tokenizer=None, end_tokens=())
 
 
-@pytest.mark.parametrize("method", ["tfm", "ddtree"])
+@pytest.mark.parametrize("method", [pytest.param("tfm", marks=pytest.mark.slow), "ddtree"])
 def test_rounds_are_those_of_decoding(model: Model, method):
     setting = Variant(part="base", method=method, shape=SHAPE)
     longest = 0
@@ -69,7 +70,7 @@ def test_what_weaver_is_fed_and_how_deep_trees_go_matter(model: Model):
     assert lengths(shallow, sample.states).max() == 2
 
 
-@pytest.mark.parametrize("method", ["tfm", "ddtree"])
+@pytest.mark.parametrize("method", [pytest.param("tfm", marks=pytest.mark.slow), "ddtree"])
 def test_heated_scores_are_divided_by_their_temperature(model: Model, monkeypatch, method):
     heat = 3.0
     settings = [
@@ -99,6 +100,7 @@ def test_calibration_compares_each_method_with_its_own_scores(model: Model, monk
     monkeypatch.setattr(texts, "load", lambda *_, **__: model)
     monkeypatch.setattr(ablation, "load_prompts", lambda *_: [PROMPT])
     monkeypatch.setattr(calibration, "TEMPERATURES", (2.0,))
+    monkeypatch.setattr(calibration, "Variant", functools.partial(Variant, shape=SHAPE))
     out = tmp_path / "calibration.json"
     calibration.main(
         ["--temperatures", "1", "--new-tokens", "12", "--domains", "code", "--out", str(out)]

@@ -64,6 +64,7 @@ def test_an_enlarged_weaver_starts_as_the_same_function(networks: Networks) -> N
         capacity.enlarged(gated, SIZES["enlarged"])
 
 
+@pytest.mark.slow
 def test_what_the_pools_hold_bounds_every_weaver(networks: Networks) -> None:
     prompts = {"code": [RANDOM.integers(6, 80, 12).tolist() for _ in range(3)]}
     texts = text_sets.make_set(networks.model, prompts, 12, 24)
