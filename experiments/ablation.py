@@ -179,7 +179,7 @@ def measure(
 
     Args:
       model: with all three networks.
-      settings: the base first; all `variants` if not given.
+      settings: all `variants` if not given. Each is compared with the last base before it.
       temperatures: with shared noise above 0.
       count: prompts a domain; prompt i is sampled with seed i.
       new_tokens: that each text goes on for.
@@ -223,7 +223,8 @@ def measure(
                 for sample in found
             ]
             measured = by_domain([s.domain for s in found], rounds)
-            base = measured if base is None else base
+            if base is None or setting.part == "base":
+                base = measured
             rows.append(_row(setting, temperature, trio.depth) | summarise(measured, base))
             shown = f"{describe(setting)}: {rows[-1]['mean_accepted_length']:.3f}"
             log(f"ablation: T = {temperature:g} {shown}", begin)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from experiments.ablation import Method, Variant, measure
 from experiments.store import store
@@ -24,15 +23,9 @@ TEMPERATURES = (0.5, 0.7, 0.85, 1.2, 1.5)
 
 
 def variants(method: Method) -> list[Variant]:
-    """A method's own scores, and the same cooled and heated."""
+    """A method's own scores, which the others are compared with: the same cooled and heated."""
     others = [Variant(part="scores", method=method, score_temperature=t) for t in TEMPERATURES]
     return [Variant(part="base", method=method), *others]
-
-
-def measure_all(**given: Any) -> dict[str, Any]:
-    """`ablation.measure` for every method, each compared with its own scores."""
-    found = [measure(settings=variants(method), **given) for method in METHODS]
-    return {"setting": found[0]["setting"], "rows": [row for part in found for row in part["rows"]]}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -44,7 +37,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--new-tokens", type=int, default=96)
     options = read_options(parser, arguments, "new_tokens")
-    result = measure_all(**text_arguments(options), new_tokens=options.new_tokens)
+    settings = [setting for method in METHODS for setting in variants(method)]
+    given = text_arguments(options)
+    result = measure(**given, settings=settings, new_tokens=options.new_tokens)
     store(options.out, result)
     if options.json:
         print(json.dumps(result))

@@ -107,6 +107,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
+def stage_options(options: argparse.Namespace) -> dict[str, Any]:
+    """What a stage is trained with."""
+    return {"config": options.config, "seed": options.seed}
+
+
 def check(options: argparse.Namespace) -> None:
     """Refuses, before anything is computed or written, what a step would only trip over later.
 
@@ -121,7 +126,7 @@ def check(options: argparse.Namespace) -> None:
     for place, step in enumerate(options.steps):
         if step in TRAINING:
             before = (*there, *options.steps[:place])
-            own = {"config": options.config, "seed": options.seed}
+            own = stage_options(options)
             plan_stage(step, options.corpus, options.out, before=before, **own)
     if "measure" in options.steps:
         heldout_prompts(options.corpus, options.count)
@@ -142,8 +147,7 @@ def run(options: argparse.Namespace, work: Work) -> None:
         if step == "measure":
             measure_step(work)
             continue
-        own = {"config": options.config, "seed": options.seed}
-        entry: dict[str, Any] = train_stage(step, work.corpus, work.out, **own)
+        entry = train_stage(step, work.corpus, work.out, **stage_options(options))
         log(f"second: {step} done after {entry['seconds']} s", started)
 
 

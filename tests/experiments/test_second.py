@@ -15,6 +15,8 @@ from experiments.acceptance import DOMAINS
 from experiments.text_sets import SETTINGS, TextSet
 from tests.training.test_pocket import corpus, small  # noqa: F401
 from tfm_jax.checkpoints.opened import open_drafter, open_verifier
+from tfm_jax.presets import parse_geometry
+from tfm_jax.training import pocket
 from tfm_jax.training.leftovers import network_digest
 from tfm_jax.training.pocket import STAGES
 
@@ -79,6 +81,11 @@ def test_both_editions_share_a_verifier_and_are_measured_alike(
     np.testing.assert_allclose(halves[0], halves[1], atol=1e-4)
 
 
+def test_the_second_edition_has_the_sizes_of_the_first() -> None:
+    first, own = (json.loads(file.read_text()) for file in (pocket.CONFIG, second.CONFIG))
+    assert parse_geometry(own, "second") == parse_geometry(first, "first")
+
+
 def test_both_editions_are_opened_before_one_is_measured(tmp_path: Path, monkeypatch) -> None:
     order = []
     texts = TextSet(domains=["code"], starts={}, nats={0.0: np.ones(1), 1.0: np.ones(1)})
@@ -140,8 +147,7 @@ def test_bad_input_is_refused_and_nothing_is_written(
     (out / "provenance.json").write_text("{}")
     with refused(capsys, "holds a provenance.json and no verifier"):
         second.main(["continuations", *places])
-    pocket = second.directory(second.POCKET)
-    shutil.copytree(pocket / "verifier", out / "verifier")
+    shutil.copytree(second.directory(second.POCKET) / "verifier", out / "verifier")
     settings = json.loads((out / "verifier" / "config.json").read_text())
     settings["rms_norm_eps"] = 1e-5
     (out / "verifier" / "config.json").write_text(json.dumps(settings))
