@@ -19,9 +19,9 @@ import numpy as np
 from experiments.bootstrap import draws, interval
 from experiments.store import rounded
 from tfm_jax.config import TreeConfig
-from tfm_jax.decoding.draft import Draft
+from tfm_jax.decoding.draft import Draft, make_pools
 from tfm_jax.decoding.round import grow_tree
-from tfm_jax.decoding.sampling import hide_padding, position_noise
+from tfm_jax.decoding.sampling import position_noise
 from tfm_jax.decoding.state import Request, Trio
 from tfm_jax.models.layers import project
 from tfm_jax.training.dflash import draft_blocks
@@ -91,9 +91,8 @@ def starts_at(
     """
     offsets = jnp.arange(trio.depth)
     vocab = trio.verifier.config.vocab_size
-    sampled = request.temperature > 0
     noise = jax.lax.cond(
-        sampled & request.shared_noise,
+        (request.temperature > 0) & request.shared_noise,
         lambda: position_noise(request, jnp.arange(tokens.shape[0]), vocab),
         lambda: jnp.zeros((tokens.shape[0], vocab), jnp.float32),
     )
@@ -101,20 +100,12 @@ def starts_at(
     def one(inputs: tuple[jax.Array, States]) -> Starts:
         anchor, own = inputs
         marginals = project(own.drafter, trio.verifier.output_rows, out_dtype=jnp.float32)
-        marginals = hide_padding(marginals, request.vocab_limit)
-        logits, ids = jax.lax.top_k(marginals, min(pool, vocab))
-        drafted = Draft(
-            hidden=own.drafter,
-            ids=ids,
-            logits=logits,
-            noise=jnp.take_along_axis(noise[anchor + 1 + offsets], ids, axis=-1),
-            temperature=jnp.where(sampled, request.temperature, 1.0),
-        )
+        drawn = noise[anchor + 1 + offsets]
         return Starts(
             root=tokens[anchor],
             ahead=tokens[anchor + 1 + jnp.arange(trio.depth + 1)],
             state=own.verifier,
-            draft=drafted,
+            draft=make_pools(own.drafter, marginals, lambda: drawn, request, pool),
         )
 
     return jax.lax.map(one, (anchors, states), batch_size=min(TOGETHER, anchors.size))

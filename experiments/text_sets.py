@@ -51,20 +51,22 @@ Prompts = Mapping[str, Sequence[Sequence[int]]]
 Rounds = list[list[int]]
 Measured = Mapping[tuple[float, bool], Rounds]  # by setting
 
+_write = jax.jit(write_on, static_argnames=("total", "vocab_limit"))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextSet:
-    """Texts of the verifier and where their rounds start, at temperatures 0 and 1.
+    """Texts of the verifier and where their rounds start, in every setting.
 
     Attributes:
       domains: of each text.
-      starts: by temperature, of all texts [R, A].
+      starts: by temperature and shared noise, of all texts [R, A].
       nats: by temperature, [R] mean entropy of the verifier's distributions that the anchors of
         each text are from; the first anchor is the prompt's last token.
     """
 
     domains: list[str]
-    starts: dict[float, Starts]
+    starts: dict[tuple[float, bool], Starts]
     nats: dict[float, np.ndarray]
 
 
@@ -114,24 +116,26 @@ def heldout_prompts(corpus: Path, count: int) -> dict[str, list[list[int]]]:
 
 
 @functools.partial(jax.jit, static_argnames=("new_tokens", "vocab_limit"))
-def write_and_draft(
+def draft_along(
     trio: Trio,
-    prompts: jax.Array,
+    tokens: jax.Array,
     lengths: jax.Array,
     seeds: jax.Array,
     temperature: jax.Array,
+    shared: jax.Array,
     *,
     new_tokens: int,
     vocab_limit: int,
 ) -> tuple[Starts, jax.Array]:
-    """Texts that go on beyond the last anchor as far as a tree reaches, and drafts along them.
+    """Drafts at the anchors of texts that go on beyond the last one as far as a tree reaches.
 
     Args:
       trio: the networks.
-      prompts: [R, P] int32; row r counts up to `lengths[r]`.
-      lengths: [R] int32, at least 2.
+      tokens: [R, T] int32 texts.
+      lengths: [R] int32, at least 2, of their prompts.
       seeds: [R] uint32.
-      temperature: float32 scalar, of all texts.
+      temperature: float32 scalar, that the texts were drawn at.
+      shared: bool scalar, whether drafts know the target's noise.
       new_tokens: static, anchors A of a text.
       vocab_limit: static, see `Request`.
 
@@ -139,17 +143,14 @@ def write_and_draft(
       starts of all rounds, [R, A], and the verifier's entropy [R, A] float32 where each root was
       chosen, in nats at temperature 1.
     """
-    rows, width = prompts.shape
-    temperatures = jnp.full((rows,), temperature)
-    total = width + new_tokens + trio.depth + 1
-    given = (prompts, lengths, temperatures, seeds)
-    tokens = write_on(trio.verifier, *given, total=total, vocab_limit=vocab_limit)
+    total = tokens.shape[1]
     common = make_request(Sampling(), end_tokens=(), vocab_limit=vocab_limit, total=total)
+    common = dataclasses.replace(common, temperature=temperature, shared_noise=shared)
 
     def one(text: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Starts, jax.Array]:
         tokens, length, seed = text
         anchors = length - 1 + jnp.arange(new_tokens)
-        request = dataclasses.replace(common, temperature=temperature, seed=seed)
+        request = dataclasses.replace(common, seed=seed)
         states = states_at(trio, tokens, anchors)
         logits = hide_padding(trio.verifier.logits(states.verifier), jnp.int32(vocab_limit))
         nats = entr(jax.nn.softmax(logits, axis=-1)).sum(axis=-1)
@@ -159,19 +160,14 @@ def write_and_draft(
 
 
 @functools.partial(jax.jit, static_argnames=("method", "shape"))
-def replayed_lengths(
-    trio: Trio, starts: Starts, shared: jax.Array, *, method: str, shape: TreeConfig
-) -> jax.Array:
+def replayed_lengths(trio: Trio, starts: Starts, *, method: str, shape: TreeConfig) -> jax.Array:
     """Tokens that a round at each anchor of each text emits, [R, A] int32.
 
     Args:
       trio: the networks.
       starts: of all rounds, [R, A].
-      shared: bool scalar, whether trees grow under the target's noise.
       method, shape: of the trees.
     """
-    noise = jnp.where(shared, starts.draft.noise, 0.0)
-    starts = dataclasses.replace(starts, draft=dataclasses.replace(starts.draft, noise=noise))
     run = functools.partial(accepted_lengths, trio, method=method, shape=shape)
     together = min(TEXTS_TOGETHER, starts.root.shape[0])
     return jax.lax.map(run, starts, batch_size=together)
@@ -181,32 +177,28 @@ def make_set(model: Model, prompts: Prompts, width: int, new_tokens: int) -> Tex
     """The texts after prompts; prompt i of a domain has seed i, as in `experiments.acceptance`."""
     rows = [(domain, i, p) for domain, own in prompts.items() for i, p in enumerate(own)]
     padded = np.stack([np.pad(prompt, (0, width - len(prompt))) for _, _, prompt in rows])
-    given = (
-        jnp.asarray(padded, jnp.int32),
-        jnp.asarray([len(prompt) for _, _, prompt in rows], jnp.int32),
-        jnp.asarray([seed for _, seed, _ in rows], jnp.uint32),
-    )
-    make = functools.partial(
-        write_and_draft, model.trio, *given, new_tokens=new_tokens, vocab_limit=model.vocab_limit
-    )
-    temperatures = dict.fromkeys(temperature for temperature, _ in SETTINGS)
-    made = {t: jax.block_until_ready(make(jnp.float32(t))) for t in temperatures}
-    return TextSet(
-        domains=[domain for domain, _, _ in rows],
-        starts={t: starts for t, (starts, _) in made.items()},
-        nats={t: np.asarray(nats).mean(axis=1) for t, (_, nats) in made.items()},
-    )
+    lengths = jnp.asarray([len(prompt) for _, _, prompt in rows], jnp.int32)
+    seeds = jnp.asarray([seed for _, seed, _ in rows], jnp.uint32)
+    limit = model.vocab_limit
+    total = width + new_tokens + model.trio.depth + 1
+    texts, starts, nats = {}, {}, {}
+    for temperature, shared in SETTINGS:
+        if temperature not in texts:
+            temperatures = jnp.full((len(rows),), temperature)
+            given = (jnp.asarray(padded, jnp.int32), lengths, temperatures, seeds)
+            texts[temperature] = _write(model.trio.verifier, *given, total=total, vocab_limit=limit)
+        made = (texts[temperature], lengths, seeds, jnp.float32(temperature), jnp.bool_(shared))
+        starts[temperature, shared], found = jax.block_until_ready(
+            draft_along(model.trio, *made, new_tokens=new_tokens, vocab_limit=limit)
+        )
+        nats[temperature] = np.asarray(found).mean(axis=1)
+    return TextSet(domains=[domain for domain, _, _ in rows], starts=starts, nats=nats)
 
 
 def replay(trio: Trio, texts: TextSet, method: str, temperature: float, shared: bool) -> Rounds:
     """Tokens that each round of decoding would emit, for each text."""
-    lengths = replayed_lengths(
-        trio,
-        texts.starts[temperature],
-        jnp.bool_(shared),
-        method=method,
-        shape=METHODS[method],
-    )
+    starts = texts.starts[temperature, shared]
+    lengths = replayed_lengths(trio, starts, method=method, shape=METHODS[method])
     return [walk(row) for row in np.asarray(lengths)]
 
 
@@ -223,7 +215,7 @@ def within_pools(texts: TextSet) -> Measured:
     found = {}
     for temperature, shared in SETTINGS:
         if temperature == 0 or shared:
-            lengths = np.asarray(_lengths_within(texts.starts[temperature]))
+            lengths = np.asarray(_lengths_within(texts.starts[temperature, shared]))
             found[temperature, shared] = [walk(row) for row in lengths]
     return found
 

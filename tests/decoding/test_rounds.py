@@ -181,6 +181,11 @@ def test_drafts_know_the_temperature_and_the_noise_of_their_targets(
     if shared and temperature:
         noise = np.asarray(position_noise(request, positions, 83))
     ids = np.asarray(drafted.ids)
+    every = draft(tiny_trio, state, request, 83)
+    sums = np.full((tiny_trio.depth, 84), -np.inf)  # the last column is no token
+    np.put_along_axis(sums, np.asarray(every.ids), np.asarray(every.logits), axis=1)
+    sums = sums[:, :83] / (temperature or 1) + noise
+    np.testing.assert_array_equal(ids, np.argsort(-sums, axis=1, kind="stable")[:, :16])
     # To a rounding of float32: the two are compiled apart.
     np.testing.assert_allclose(drafted.noise, np.take_along_axis(noise, ids, axis=1), atol=3e-7)
     assert float(drafted.temperature) == (np.float32(temperature) if temperature else 1)

@@ -70,7 +70,7 @@ def test_what_the_pools_hold_bounds_every_weaver(networks: Networks) -> None:
     texts = text_sets.make_set(networks.model, prompts, 12, 24)
     bound = text_sets.within_pools(texts)
     assert set(bound) == {(0.0, True), (1.0, True)}
-    starts = texts.starts[0.0]
+    starts = texts.starts[0.0, True]
     ids, ahead = np.asarray(starts.draft.ids), np.asarray(starts.ahead)
     expected = [
         [1 + next((d for d in range(7) if row[d] not in pool[d]), 7) for pool, row in text]

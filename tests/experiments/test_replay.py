@@ -44,13 +44,13 @@ def test_replays_of_many_texts_are_decoding(tiny_trio: Trio, method: str) -> Non
 
 def test_a_replay_needs_the_text(tiny_trio: Trio) -> None:
     model = Model(trio=tiny_trio, tokenizer=None, end_tokens=())
-    starts = text_sets.make_set(model, {"code": PROMPTS}, 24, NEW).starts[0.0]
+    starts = text_sets.make_set(model, {"code": PROMPTS}, 24, NEW).starts[0.0, True]
     other = jnp.full_like(starts.ahead, 83)  # no token of the vocabulary
     blind = dataclasses.replace(starts, ahead=other)
     lengths = [
         np.asarray(
             text_sets.replayed_lengths(
-                tiny_trio, s, jnp.bool_(True), method="ddtree", shape=text_sets.METHODS["ddtree"]
+                tiny_trio, s, method="ddtree", shape=text_sets.METHODS["ddtree"]
             )
         )
         for s in (starts, blind)
@@ -119,7 +119,9 @@ def test_entropy_is_that_of_the_distribution_that_chose_each_root(tiny_trio: Tri
     model = Model(trio=tiny_trio, tokenizer=None, end_tokens=())
     texts = text_sets.make_set(model, prompts, 9, 6)
     for temperature, found in texts.nats.items():
-        roots = np.asarray(texts.starts[temperature].root)  # [2, 6], the first is the prompt's end
+        roots = np.asarray(
+            texts.starts[temperature, True].root
+        )  # [2, 6], the first is the prompt's end
         for prompt, row, nats in zip(prompts["code"], roots, found, strict=True):
             logits = np.asarray(model.logits([*prompt, *row[1:]]), np.float64)[7:-1]
             p = np.exp(logits - logits.max(-1, keepdims=True))

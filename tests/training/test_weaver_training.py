@@ -21,7 +21,7 @@ from tfm_jax.decoding.state import Trio, make_request
 from tfm_jax.models.weaver import Weaver
 from tfm_jax.training import weaver as training
 from tfm_jax.training.continuations import Continuations
-from tfm_jax.training.losses import lk_loss, pool_terms
+from tfm_jax.training.losses import drawing_noise, lk_loss, pool_terms
 from tfm_jax.training.trainer import OptimiserConfig, fill, flatten
 from tfm_jax.training.weaver import (
     WeaverRecipe,
@@ -114,32 +114,42 @@ def test_scores_do_not_depend_on_what_follows_their_path(tiny_trio: Trio) -> Non
         assert not np.allclose(after.logits[1, d + 1], before.logits[1, d + 1], atol=1e-2)
 
 
-def test_both_ways_to_score_give_one_loss(tiny_trio: Trio, monkeypatch) -> None:
+@pytest.mark.parametrize("noised", [False, True])
+def test_both_ways_to_score_give_one_loss(tiny_trio: Trio, monkeypatch, noised: bool) -> None:
     random = np.random.default_rng(3)
-    drafted, query = (jnp.asarray(random.normal(size=(4, 7, 40)), jnp.float32) for _ in range(2))
+    query = jnp.asarray(random.normal(size=(4, 7, 40)), jnp.float32)
+    prior, noise = (jnp.asarray(random.normal(size=(4, 7, 83)), jnp.float32) for _ in range(2))
     target = jax.nn.log_softmax(jnp.asarray(random.normal(size=(4, 7, 83)) * 2, jnp.float32))
     valid = jnp.ones((4, 7), bool).at[1, 3:].set(False)
+    label = jnp.argmax(target, axis=-1)
+    added = noise if noised else None
 
-    def loss(query: jax.Array) -> tuple[jax.Array, jax.Array]:
-        ids, _, logits = training._candidates(tiny_trio.verifier, drafted, query, 16, 83)
-        terms = pool_terms(logits, jnp.take_along_axis(target, ids, axis=-1), valid)
-        return lk_loss(terms), terms.pool_mass
+    def loss(query: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        ranking = prior if added is None else prior + added
+        pool = training._score(tiny_trio.verifier.output_rows, query, prior, ranking, 16)
+        assert pool.gathered == (training._DENSE == 0)
+        terms = pool_terms(pool.logits, pool.at(target), valid)
+        drawn = training._chosen_log_prob(pool, label, added)
+        of_pool = jnp.where(pool.of(prior) == -jnp.inf, 0.0, pool.of(prior)).sum(-1)
+        return lk_loss(terms, drawn=drawn, share=0.5), (terms.pool_mass, drawn, of_pool)
 
     found = []
     for dense in (32, 0):
         monkeypatch.setattr(training, "_DENSE", dense)
         found.append(jax.value_and_grad(loss, has_aux=True)(query))
-    (one, mass), gradient = found[0]
-    assert float(one) == pytest.approx(float(found[1][0][0]), rel=1e-5)
-    np.testing.assert_allclose(mass, found[1][0][1], rtol=1e-5)
-    np.testing.assert_allclose(gradient, found[1][1], atol=1e-6)
+    ((one, facts), gradient), ((other, others), second) = found
+    assert float(one) == pytest.approx(float(other), rel=1e-5)
+    for fact, also in zip(facts, others, strict=True):
+        np.testing.assert_allclose(fact, also, rtol=1e-5)
+    np.testing.assert_allclose(gradient, second, atol=1e-6)
     assert float(jnp.abs(gradient).max()) > 1e-3
+    assert 0 < np.isfinite(facts[1]).sum() < 28  # some labels are in their pools, some are not
 
 
 def test_a_path_is_as_probable_as_its_scores_say(tiny_trio: Trio) -> None:
     tokens = rows()["tokens"][0]
     scores = scores_of(tiny_trio, tokens, ANCHORS, KEEP, jnp.float32(1))
-    found = np.asarray(training.path_log_probs(scores))
+    found = np.asarray(scores.drawn)
     whole = np.asarray(jax.nn.log_softmax(scores.logits, axis=-1))
     ids, label = np.asarray(scores.ids), np.asarray(scores.label)
     inside = 0
@@ -149,13 +159,42 @@ def test_a_path_is_as_probable_as_its_scores_say(tiny_trio: Trio) -> None:
         np.testing.assert_allclose(found[place], expected, atol=1e-5)
         inside += bool(np.isfinite(expected))
     assert 0 < inside < label.size
-    certain = jnp.where(scores.ids == scores.label[..., None], 0.0, -jnp.inf)
-    greedy = dataclasses.replace(scores, target=certain)
-    unnoised = training.path_log_probs(greedy, jax.random.key(0))
-    np.testing.assert_allclose(unnoised, found, atol=1e-5)
-    noised = np.asarray(training.path_log_probs(scores, jax.random.key(0)))
-    known = np.isfinite(found)
-    assert np.mean(np.abs(noised[known] - found[known])) > 0.1
+    given = (tiny_trio, tokens, ANCHORS, KEEP)
+    key = jax.random.key(0)
+    greedy = scores_of(*given, jnp.float32(0), noise_key=key)
+    np.testing.assert_allclose(greedy.drawn, found, atol=1e-5)
+
+
+def test_paths_are_scored_as_a_tree_scores_them_that_knows_the_noise(tiny_trio: Trio) -> None:
+    """Pools of the largest sums of prior and noise, and the noise in the scores."""
+    tokens, key = rows()["tokens"][0], jax.random.key(7)
+    given = (tiny_trio, tokens, ANCHORS, KEEP, jnp.float32(1))
+    # With room for all tokens nothing is left out of the scores without noise.
+    wide = scores_of(dataclasses.replace(tiny_trio, weaver=widened(tiny_trio)), *given[1:])
+    scores = scores_of(*given, noise_key=key)
+    np.testing.assert_allclose(scores.logits, scores_of(*given).logits, atol=1e-4)
+    label = np.asarray(scores.label)
+    own = jnp.asarray(label)[..., None] == jnp.arange(83)
+    noise = np.asarray(drawing_noise(key, wide.target, own))
+    prior, logits = np.asarray(wide.prior), np.asarray(wide.logits) + noise
+    missed = 0
+    for place in np.ndindex(label.shape):
+        pool = np.argsort(prior[place] + noise[place])[-16:]
+        expected = -np.inf
+        if label[place] in pool:
+            expected = logits[place][label[place]] - np.logaddexp.reduce(logits[place][pool])
+        missed += not np.isfinite(expected)
+        np.testing.assert_allclose(scores.drawn[place], expected, atol=1e-4)
+    plain = np.isfinite(scores_of(*given).drawn)
+    assert missed < (~plain).sum() / 2
+
+
+def widened(trio: Trio) -> Weaver:
+    """The trio's Weaver with room for the whole vocabulary in its pools."""
+    assert trio.weaver is not None
+    config = dataclasses.replace(trio.weaver.config, candidate_pool_size=83)
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Weaver(config, rngs=nnx.Rngs(0))))
+    return fill(graph, flatten(trio.weaver))
 
 
 def gradient(
@@ -192,8 +231,8 @@ def test_labels_outside_the_pool_are_reported(tiny_trio: Trio) -> None:
 @pytest.mark.parametrize("dense", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_padding_of_the_vocabulary_has_no_part(tiny_trio: Trio, monkeypatch, dense: bool) -> None:
     monkeypatch.setattr(training, "_DENSE", 32 if dense else 0)
-    # One key draws other noise for another number of rows, so dense scores go without.
-    recipe = dataclasses.replace(RECIPE, nodes=8, noise=0.0 if dense else 0.5)
+    # Without noise: one key draws other noise for another number of rows.
+    recipe = dataclasses.replace(RECIPE, nodes=8)
     batch = rows(KNOWN - 1)
     cut, padded = cut_and_padded(tiny_trio)
     expected, metrics = gradient(cut, batch, recipe, KNOWN)
@@ -209,6 +248,21 @@ def test_padding_of_the_vocabulary_has_no_part(tiny_trio: Trio, monkeypatch, den
     for name in ("prior", "logits", "target"):
         assert int(scores.ids[jnp.isfinite(getattr(scores, name))].max()) < KNOWN, name
     assert int(jnp.isfinite(scores.prior).sum()) == 4 * 7 * 16
+    shares = [
+        np.isfinite(
+            path_scores(
+                padded,
+                batch["tokens"][0],
+                ANCHORS,
+                KEEP,
+                jnp.float32(1),
+                vocab_limit=limit,
+                noise_key=jax.random.key(0),
+            ).drawn
+        ).mean()
+        for limit in (KNOWN, 83)
+    ]
+    assert shares[0] > 0.5 > shares[1], shares
 
 
 @pytest.mark.parametrize("dense", [True, False])

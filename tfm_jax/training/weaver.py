@@ -7,6 +7,7 @@ all depths in one pass, and learns the verifier's distribution after it, over th
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -60,8 +61,8 @@ class WeaverRecipe:
       mode, eta, scale: of the LK loss, see `lk_weight`.
       nodes: rows count as far as a tree of so many nodes reaches, see `tree_reach`; 0 counts all
         rows alike.
-      noise: share of the loss that is the cross-entropy of a tree's own scores: under the noise
-        that drew the text, which a tree with shared noise knows; without noise at temperature 0.
+      noise: share of the loss that is the cross-entropy of a tree's own scores: with the pools and
+        the noise of a tree that knows what drew the text; without noise at temperature 0.
     """
 
     rows: int = 64
@@ -96,6 +97,8 @@ class PathScores:
         temperature 1 its own over all tokens, at 0 the path's token alone. They sum to the mass of
         the candidates.
       label: [..., D] int32, the path's own next token.
+      drawn: [..., D] float32 log-probability of that token as a tree scores it, -inf off its pool;
+        where noise is shared, pools and scores are those under the noise that drew the token.
     """
 
     ids: jax.Array
@@ -103,6 +106,7 @@ class PathScores:
     logits: jax.Array
     target: jax.Array
     label: jax.Array
+    drawn: jax.Array
 
 
 def train_weaver(
@@ -212,29 +216,33 @@ def weaver_loss(
     def one(
         tokens: jax.Array, first: jax.Array, temperature: jax.Array, key: jax.Array
     ) -> tuple[PathScores, jax.Array]:
-        anchors, keep = sample_anchors(key, first, tokens.shape[0] - trio.depth, recipe.anchors)
-        scores = path_scores(trio, tokens, anchors, keep, temperature, vocab_limit=vocab_limit)
+        anchor_key, noise_key = jax.random.split(key)
+        anchors, keep = sample_anchors(
+            anchor_key, first, tokens.shape[0] - trio.depth, recipe.anchors
+        )
+        scores = path_scores(
+            trio,
+            tokens,
+            anchors,
+            keep,
+            temperature,
+            vocab_limit=vocab_limit,
+            noise_key=noise_key if recipe.noise else None,
+        )
         return scores, keep
 
-    rows = texts["tokens"].shape[0]
-    keys = jax.random.split(key, rows)
-    noise_key = jax.random.fold_in(key, rows)  # no text's own
+    keys = jax.random.split(key, texts["tokens"].shape[0])
     scores, keep = jax.vmap(one)(texts["tokens"], texts["first"], texts["temperature"], keys)
     valid = jnp.broadcast_to(keep[..., None], scores.label.shape)
     terms = pool_terms(scores.logits, scores.target, valid)
-    reach, drawn = None, None
-    if recipe.nodes or recipe.noise:
-        drawn = path_log_probs(scores, noise_key if recipe.noise else None)
-    if recipe.nodes:
-        assert drawn is not None
-        reach = tree_reach(drawn, recipe.nodes)
+    reach = tree_reach(scores.drawn, recipe.nodes) if recipe.nodes else None
     value = lk_loss(
         terms,
         mode=recipe.mode,
         eta=recipe.eta,
         scale=recipe.scale,
         reach=reach,
-        drawn=drawn,
+        drawn=scores.drawn if recipe.noise else None,
         share=recipe.noise,
     )
     prior = pool_terms(scores.prior, scores.target, valid)
@@ -264,6 +272,7 @@ def path_scores(
     temperature: jax.Array,
     *,
     vocab_limit: int,
+    noise_key: jax.Array | None = None,
 ) -> PathScores:
     """Scores along the true path after each of N anchors of one text.
 
@@ -276,6 +285,8 @@ def path_scores(
       anchors, keep: [N], from `sample_anchors`.
       temperature: float32 scalar that the text was drawn at, 0 or 1.
       vocab_limit: static; ids from here on are padding and no candidates.
+      noise_key: of the noise that drew the path, known to the tree; not shared without a key. At
+        temperature 0 there is none.
     """
     verifier, drafter, weaver = trio.verifier, trio.drafter, trio.weaver
     assert drafter is not None
@@ -289,59 +300,85 @@ def path_scores(
         hidden.final[anchors - 1], drafted, verifier.embed_tokens(tokens[path])
     )
     label = tokens[path + 1]
-    pool = weaver.config.candidate_pool_size
-    ids, prior, logits = _candidates(verifier, drafted, query, pool, vocab_limit)
+    prior = project(drafted, verifier.output_rows, out_dtype=jnp.float32)  # [N, D, V]
+    prior = without_padding(prior, vocab_limit)
     target = without_padding(verifier.logits(hidden.final), vocab_limit)
     target = jax.nn.log_softmax(target, axis=-1)[path]  # [N, D, V]
-    if ids.shape[-1] != target.shape[-1]:
-        target = jnp.take_along_axis(target, ids, axis=-1)
-    drawn = jnp.where(ids == label[..., None], 0.0, -jnp.inf)
+    own = label[..., None] == jnp.arange(prior.shape[-1])
+    target = jnp.where(temperature > 0, target, jnp.where(own, 0.0, -jnp.inf))
+
+    score = functools.partial(_score, verifier.output_rows, query, prior)
+    size = min(weaver.config.candidate_pool_size, prior.shape[-1])
+    plain = score(prior, size)
+    seen, noise = plain, None
+    if noise_key is not None:
+        noise = drawing_noise(noise_key, target, own)
+        seen = score(prior + noise, size)
     return PathScores(
-        ids=ids,
-        prior=prior,
-        logits=logits,
-        target=jnp.where(temperature > 0, target, drawn),
+        ids=plain.ids,
+        prior=plain.of(prior),
+        logits=plain.logits,
+        target=plain.at(target),
         label=label,
+        drawn=_chosen_log_prob(seen, label, noise),
     )
 
 
-def path_log_probs(scores: PathScores, key: jax.Array | None = None) -> jax.Array:
-    """Log-probability of each token of the path as a tree scores it, [..., D]; -inf off the pool.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Pool:
+    """Candidates and Weaver's logits for them, [..., P]; -inf outside the pool.
+
+    A small vocabulary is scored whole, of a large one only the pool's rows are gathered: with
+    `gathered`, the P candidates are the pool.
+    """
+
+    ids: jax.Array
+    logits: jax.Array
+    gathered: bool
+
+    def at(self, values: jax.Array) -> jax.Array:
+        """Values [..., V] of the candidates."""
+        return jnp.take_along_axis(values, self.ids, axis=-1) if self.gathered else values
+
+    def of(self, logits: jax.Array) -> jax.Array:
+        """Logits [..., V] of the candidates, -inf outside the pool."""
+        return jnp.where(self.logits == -jnp.inf, -jnp.inf, self.at(logits))
+
+
+def _score(
+    rows: jax.Array, query: jax.Array, prior: jax.Array, ranking: jax.Array, size: int
+) -> _Pool:
+    """Weaver's logits for the `size` candidates that rank highest.
 
     Args:
-      scores: along paths.
-      key: of the noise that drew the path, which is added to the scores; none at temperature 0,
-        where the target has a single token. Without a key there is no noise at all.
+      rows: [V, H] verifier's output matrix.
+      query: [N, D, H] Weaver's.
+      prior, ranking: [N, D, V] float32.
+      size: static.
     """
-    own = scores.ids == scores.label[..., None]
-    logits = scores.logits
-    if key is not None:
-        logits = logits + drawing_noise(key, scores.target, own)
-    own = own & (logits != -jnp.inf)
-    chosen = jnp.sum(jnp.where(own, logits, 0.0), axis=-1)
-    normaliser = jax.nn.logsumexp(logits, axis=-1)
+    if rows.shape[0] > _DENSE * size:
+        _, ids = jax.lax.top_k(ranking, size)
+        own = jnp.take_along_axis(prior, ids, axis=-1)
+        return _Pool(ids=ids, logits=jax.vmap(pool_logits)(query, own, rows[ids]), gathered=True)
+    ids = jnp.broadcast_to(jnp.arange(rows.shape[0]), prior.shape)
+    residual = project(query.astype(rows.dtype), rows, out_dtype=jnp.float32)
+    inside = ranking >= kth_largest(ranking, size)[..., None]
+    return _Pool(ids=ids, logits=jnp.where(inside, prior + residual, -jnp.inf), gathered=False)
+
+
+def _chosen_log_prob(pool: _Pool, label: jax.Array, noise: jax.Array | None) -> jax.Array:
+    """Log-probability [..., D] of each label among the candidates; -inf where it is none.
+
+    Args:
+      pool: [..., D, P] candidates.
+      label: [..., D] int32.
+      noise: [..., D, V] that is added to their logits, if any.
+    """
+    scores = pool.logits if noise is None else pool.logits + pool.at(noise)
+    own = (pool.ids == label[..., None]) & (scores != -jnp.inf)
+    chosen = jnp.sum(jnp.where(own, scores, 0.0), axis=-1)
+    normaliser = jax.nn.logsumexp(scores, axis=-1)
     return jnp.where(own.any(axis=-1), chosen - normaliser, -jnp.inf)
-
-
-def _candidates(
-    verifier: Verifier, drafted: jax.Array, query: jax.Array, pool: int, vocab_limit: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Candidates of states and queries [N, D, H]: ids, drafter's logits, Weaver's logits.
-
-    A small vocabulary is scored whole, with -inf outside the pool; of a large one only the
-    pool's rows are gathered and scored.
-    """
-    rows = verifier.output_rows
-    vocab = rows.shape[0]
-    prior = project(drafted, rows, out_dtype=jnp.float32)  # [N, D, V]
-    prior = without_padding(prior, vocab_limit)
-    if vocab > _DENSE * pool:
-        prior, ids = jax.lax.top_k(prior, pool)
-        return ids, prior, jax.vmap(pool_logits)(query, prior, rows[ids])
-    ids = jnp.broadcast_to(jnp.arange(vocab), prior.shape)
-    inside = prior >= kth_largest(prior, min(pool, vocab))[..., None]
-    prior = jnp.where(inside, prior, -jnp.inf)
-    return ids, prior, prior + project(query.astype(rows.dtype), rows, out_dtype=jnp.float32)
 
 
 def kth_largest(values: jax.Array, k: int) -> jax.Array:
