@@ -132,7 +132,12 @@ def second_table(result: dict[str, Any]) -> str:
         "matrix rate"
         for row in trained
     )
-    share, before = texts["options"]["most_copied"], own["continuations"]
+    before, copied = own["continuations"], texts["options"].get("most_copied", 1.0)
+    left_out = (
+        f", without those of which more than {copied:.0%} repeats what the text said before"
+        if copied < 1
+        else ""
+    )
     seen = " and ".join(
         f"{stages[name]['tokens'] / 1e6:.0f}M ({own[name]['tokens'] / 1e6:.0f}M)"
         for name in ("dflash", "weaver")
@@ -142,10 +147,9 @@ def second_table(result: dict[str, Any]) -> str:
         "One verifier, that of the package. The second edition learned from "
         f"{texts['texts']:,} texts of {texts['options']['total']} tokens (the first from "
         f"{before['texts']:,} of {before['tokens'] // before['texts']}), after prompts of a newer "
-        f"build of the corpus, without those of which more than {share:.0%} repeats what the text "
-        f"said before, written in {texts['seconds']:.0f} s: {rates}. Drafter and Weaver saw {seen} "
-        "tokens of them; the Weaver's loss is that of `configs/second.json`. Some held-back texts "
-        "may not be new to the first edition, whose build of the corpus was cut elsewhere. "
+        f"build of the corpus{left_out}, written in {texts['seconds']:.0f} s: {rates}. Drafter and "
+        f"Weaver saw {seen} tokens of them. Some held-back texts may not be new to the first "
+        "edition, whose build of the corpus was cut elsewhere. "
         f"{_replayed(result['setting']['second'])}{_note(result)}",
     ]
     return "\n".join(lines)
@@ -724,7 +728,7 @@ def full_cost_table(result: dict[str, Any]) -> str:
         f"{setting['longest_prompt']} tokens, {setting['new_tokens']} new tokens each; w = "
         f"{setting['expand']}, {setting['children']} children, pool {setting['pool']}, shared "
         f"noise {'on' if setting['shared_noise'] else 'off'}; means over domains. "
-        f"{parted}{kept}{_further_runs(setting)}",
+        f"{parted}{kept}{_further_runs(setting)}{_note(result)}",
     ]
     return "\n".join(lines)
 

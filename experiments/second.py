@@ -1,12 +1,12 @@
-"""A second edition of the pocket trio: drafter and Weaver anew, for the same verifier.
+"""Another edition of the pocket trio: drafter and Weaver anew, for the same verifier.
 
     python -m experiments.second continuations dflash weaver measure --corpus build/corpus --out DIR
 
-Asks whether the drafter, or too few texts, limit what a tree gains: the verifier of the package
-writes more, shorter and less repetitive texts, a drafter and a Weaver learn from them
-(`configs/second.json`), and both editions are measured along texts of that verifier after the same
-prompts, also by how predictable those texts are. Steps read what the steps before them left in
-DIR, so they may run in several calls. Written for one GPU. `measure` writes `second.json` in DIR.
+The verifier of the package writes texts, a drafter and a Weaver learn from them
+(`configs/pocket.json`, or another `--config`), and both editions, the packaged trio ("first") and
+the new one ("second"), are measured along texts of that verifier after the same prompts, also by
+how predictable those texts are. Steps read what the steps before them left in DIR, so they may run
+in several calls. Written for one GPU. `measure` writes `second.json` in DIR.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from tfm_jax.checkpoints.opened import open_verifier
 from tfm_jax.files import whole_file
 from tfm_jax.model import POCKET, directory
 from tfm_jax.training.leftovers import network_digest, recorded
-from tfm_jax.training.pocket import PROVENANCE, STAGES, plan_stage, train_stage
+from tfm_jax.training.pocket import CONFIG, PROVENANCE, STAGES, plan_stage, train_stage
 
-CONFIG = Path(__file__).parents[1] / "configs" / "second.json"
 TRAINING = STAGES[1:]  # all but the verifier
 STEPS = (*TRAINING, "measure")
 RESULT = "second.json"
@@ -84,7 +83,7 @@ def measure_step(work: Work) -> None:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options, none of which the asked steps would ignore."""
     prompting = Prompting()
-    parser = argparse.ArgumentParser(description="The pocket trio's second edition.")
+    parser = argparse.ArgumentParser(description="Another edition of the pocket trio.")
     parser.add_argument("steps", nargs="+", choices=STEPS, metavar="STEP", help=", ".join(STEPS))
     parser.add_argument("--corpus", type=Path, required=True, help="packed by the trio's tokenizer")
     parser.add_argument("--out", type=Path, required=True, help="folder of the trio")

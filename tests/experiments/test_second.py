@@ -1,4 +1,4 @@
-"""A second edition is made for the verifier of the first, and both are measured alike."""
+"""Another edition is made for the packaged verifier, and both are measured alike."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from experiments.acceptance import DOMAINS
 from experiments.text_sets import SETTINGS, TextSet
 from tests.training.test_pocket import corpus, small  # noqa: F401
 from tfm_jax.checkpoints.opened import open_drafter, open_verifier
-from tfm_jax.presets import parse_geometry
-from tfm_jax.training import pocket
 from tfm_jax.training.leftovers import network_digest
 from tfm_jax.training.pocket import STAGES
 
@@ -79,11 +77,6 @@ def test_both_editions_share_a_verifier_and_are_measured_alike(
     # The same texts of the same verifier: their entropies agree, whoever drafts them.
     halves = np.split(np.asarray([row["nats"] for row in result["by_entropy"]]), 2)
     np.testing.assert_allclose(halves[0], halves[1], atol=1e-4)
-
-
-def test_the_second_edition_has_the_sizes_of_the_first() -> None:
-    first, own = (json.loads(file.read_text()) for file in (pocket.CONFIG, second.CONFIG))
-    assert parse_geometry(own, "second") == parse_geometry(first, "first")
 
 
 def test_both_editions_are_opened_before_one_is_measured(tmp_path: Path, monkeypatch) -> None:
