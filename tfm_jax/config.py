@@ -492,8 +492,9 @@ class Sampling:
       min_p: keep tokens at least this share as probable as the best one.
       seed: the noise of a position depends on the seed and the position alone, so every
         method emits the same text for the same seed.
-      shared_noise: above temperature 0, pick candidates and grow the draft tree under the noise that
-        will choose the target's tokens. The output is unchanged; more of it is drafted correctly.
+      shared_noise: above temperature 0, pick candidates and grow the draft tree under the noise
+        that will choose the target's tokens. The output is unchanged; more of it is drafted
+        correctly.
     """
 
     temperature: float = 0.0

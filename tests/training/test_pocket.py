@@ -65,7 +65,8 @@ def small(settings: dict) -> dict:
         stages[name]["log_every"] = 10
         stages[name]["optimiser"]["steps"] = 40
     stages["verifier"] |= {"rows": 4, "length": 64}
-    stages["continuations"] |= {"rows": 16, "total": 64, "prompt": 12, "batches": 1}
+    lengths = {"total": 64, "prompt": 12, "shortest": 8}
+    stages["continuations"] |= {"rows": 16, "batches": 1, **lengths}
     # All texts in every step, so that the losses of two steps compare.
     stages["dflash"]["recipe"] |= {"rows": 16, "anchors": 4}
     stages["weaver"]["recipe"] |= {"rows": 16, "anchors": 4}

@@ -233,7 +233,8 @@ def test_labels_outside_the_pool_are_reported(tiny_trio: Trio) -> None:
     assert float(nothing["pool_recall"]) == float(nothing["loss"]) == 0
 
 
-@pytest.mark.parametrize("dense", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dense", [True, False])
 def test_padding_of_the_vocabulary_has_no_part(tiny_trio: Trio, monkeypatch, dense: bool) -> None:
     monkeypatch.setattr(training, "_DENSE", 32 if dense else 0)
     # Without noise: one key draws other noise for another number of rows.

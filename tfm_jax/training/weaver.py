@@ -216,10 +216,7 @@ def weaver_loss(
     def one(
         tokens: jax.Array, first: jax.Array, temperature: jax.Array, key: jax.Array
     ) -> tuple[PathScores, jax.Array]:
-        anchor_key, noise_key = jax.random.split(key)
-        anchors, keep = sample_anchors(
-            anchor_key, first, tokens.shape[0] - trio.depth, recipe.anchors
-        )
+        anchors, keep = sample_anchors(key, first, tokens.shape[0] - trio.depth, recipe.anchors)
         scores = path_scores(
             trio,
             tokens,
@@ -227,7 +224,7 @@ def weaver_loss(
             keep,
             temperature,
             vocab_limit=vocab_limit,
-            noise_key=noise_key if recipe.noise else None,
+            noise_key=jax.random.fold_in(key, 0) if recipe.noise else None,
         )
         return scores, keep
 
