@@ -776,7 +776,6 @@ SECTIONS = {
     "acceptance": ("acceptance.json", acceptance_table),
     "full_cost": ("full_cost_nvidia*.json", full_cost_table),
     "tree_solve": ("kernels_nvidia*.json", tree_solve_table),
-    "no_shared_noise": ("acceptance_no_shared_noise.json", acceptance_table),
     "budgets": ("budgets.json", budget_table),
     "larger": ("larger.json", larger_table),
     "capacity": ("larger.json", capacity_table),
