@@ -70,7 +70,8 @@ def test_what_weaver_is_fed_and_how_deep_trees_go_matter(model: Model):
     assert lengths(shallow, sample.states).max() == 2
 
 
-@pytest.mark.parametrize("method", [pytest.param("tfm", marks=pytest.mark.slow), "ddtree"])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["tfm", "ddtree"])
 def test_heated_scores_are_divided_by_their_temperature(model: Model, monkeypatch, method):
     heat = 3.0
     settings = [

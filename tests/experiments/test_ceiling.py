@@ -27,7 +27,7 @@ def request_at(temperature: float, total: int, seed: int = 0):
     return make_request(sampling, end_tokens=(), vocab_limit=83, total=total)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_drafts_are_judged_along_plain_decoding(tiny_trio: Trio, prompt, monkeypatch, temperature):
     # Nearly the whole vocabulary: tokens of random networks are not in a small pool.
     monkeypatch.setattr(ceiling, "POOL", 80)

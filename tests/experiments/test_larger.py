@@ -44,6 +44,7 @@ def networks(tiny_trio: Trio) -> Networks:
     )
 
 
+@pytest.mark.slow
 def test_an_enlarged_weaver_starts_as_the_same_function(networks: Networks) -> None:
     grown = capacity.enlarged(networks, SIZES["enlarged"])
     assert grown.config.num_layers == 2

@@ -114,7 +114,7 @@ def test_scores_do_not_depend_on_what_follows_their_path(tiny_trio: Trio) -> Non
         assert not np.allclose(after.logits[1, d + 1], before.logits[1, d + 1], atol=1e-2)
 
 
-@pytest.mark.parametrize("noised", [False, True])
+@pytest.mark.parametrize("noised", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_both_ways_to_score_give_one_loss(tiny_trio: Trio, monkeypatch, noised: bool) -> None:
     random = np.random.default_rng(3)
     query = jnp.asarray(random.normal(size=(4, 7, 40)), jnp.float32)
