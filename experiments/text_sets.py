@@ -22,6 +22,7 @@ from jax.scipy.special import entr
 from experiments.acceptance import DOMAINS, common_setting
 from experiments.replay import (
     Starts,
+    States,
     accepted_lengths,
     by_domain,
     starts_at,
@@ -116,47 +117,69 @@ def heldout_prompts(corpus: Path, count: int) -> dict[str, list[list[int]]]:
 
 
 @functools.partial(jax.jit, static_argnames=("new_tokens", "vocab_limit"))
-def draft_along(
-    trio: Trio,
-    tokens: jax.Array,
-    lengths: jax.Array,
-    seeds: jax.Array,
-    temperature: jax.Array,
-    shared: jax.Array,
-    *,
-    new_tokens: int,
-    vocab_limit: int,
-) -> tuple[Starts, jax.Array]:
-    """Drafts at the anchors of texts that go on beyond the last one as far as a tree reaches.
+def states_along(
+    trio: Trio, tokens: jax.Array, lengths: jax.Array, *, new_tokens: int, vocab_limit: int
+) -> tuple[States, jax.Array]:
+    """The states at the anchors of texts that go on beyond the last one as far as a tree reaches.
 
     Args:
       trio: the networks.
       tokens: [R, T] int32 texts.
-      lengths: [R] int32, at least 2, of their prompts.
-      seeds: [R] uint32.
-      temperature: float32 scalar, that the texts were drawn at.
-      shared: bool scalar, whether drafts know the target's noise.
+      lengths: [R] int32, at least 2, of their prompts; the first anchor is a prompt's last token.
       new_tokens: static, anchors A of a text.
       vocab_limit: static, see `Request`.
 
     Returns:
-      starts of all rounds, [R, A], and the verifier's entropy [R, A] float32 where each root was
-      chosen, in nats at temperature 1.
+      states [R, A], and the verifier's entropy [R, A] float32 where each anchor was chosen, in nats
+      at temperature 1.
     """
-    total = tokens.shape[1]
+
+    def one(text: tuple[jax.Array, jax.Array]) -> tuple[States, jax.Array]:
+        tokens, length = text
+        states = states_at(trio, tokens, _anchors(length, new_tokens))
+        logits = hide_padding(trio.verifier.logits(states.verifier), jnp.int32(vocab_limit))
+        return states, entr(jax.nn.softmax(logits, axis=-1)).sum(axis=-1)
+
+    return jax.lax.map(one, (tokens, lengths))
+
+
+@functools.partial(jax.jit, static_argnames=("vocab_limit",))
+def starts_along(
+    trio: Trio,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    seeds: jax.Array,
+    states: States,
+    temperature: jax.Array,
+    shared: jax.Array,
+    *,
+    vocab_limit: int,
+) -> Starts:
+    """Where the rounds at the anchors of texts start, [R, A].
+
+    Args:
+      trio, tokens, lengths, vocab_limit: see `states_along`.
+      seeds: [R] uint32.
+      states: from `states_along`.
+      temperature: float32 scalar, that the texts were drawn at.
+      shared: bool scalar, whether drafts know the target's noise.
+    """
+    total, new_tokens = tokens.shape[1], states.verifier.shape[1]
     common = make_request(Sampling(), end_tokens=(), vocab_limit=vocab_limit, total=total)
     common = dataclasses.replace(common, temperature=temperature, shared_noise=shared)
 
-    def one(text: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Starts, jax.Array]:
-        tokens, length, seed = text
-        anchors = length - 1 + jnp.arange(new_tokens)
+    def one(text: tuple[jax.Array, jax.Array, jax.Array, States]) -> Starts:
+        tokens, length, seed, states = text
         request = dataclasses.replace(common, seed=seed)
-        states = states_at(trio, tokens, anchors)
-        logits = hide_padding(trio.verifier.logits(states.verifier), jnp.int32(vocab_limit))
-        nats = entr(jax.nn.softmax(logits, axis=-1)).sum(axis=-1)
-        return starts_at(trio, tokens, anchors, states, request, METHODS["tfm"].pool), nats
+        anchors = _anchors(length, new_tokens)
+        return starts_at(trio, tokens, anchors, states, request, METHODS["tfm"].pool)
 
-    return jax.lax.map(one, (tokens, lengths, seeds))
+    return jax.lax.map(one, (tokens, lengths, seeds, states))
+
+
+def _anchors(length: jax.Array, count: int) -> jax.Array:
+    """The last token of a prompt, and those after it."""
+    return length - 1 + jnp.arange(count)
 
 
 @functools.partial(jax.jit, static_argnames=("method", "shape"))
@@ -181,17 +204,20 @@ def make_set(model: Model, prompts: Prompts, width: int, new_tokens: int) -> Tex
     seeds = jnp.asarray([seed for _, seed, _ in rows], jnp.uint32)
     limit = model.vocab_limit
     total = width + new_tokens + model.trio.depth + 1
-    texts, starts, nats = {}, {}, {}
-    for temperature, shared in SETTINGS:
-        if temperature not in texts:
-            temperatures = jnp.full((len(rows),), temperature)
-            given = (jnp.asarray(padded, jnp.int32), lengths, temperatures, seeds)
-            texts[temperature] = _write(model.trio.verifier, *given, total=total, vocab_limit=limit)
-        made = (texts[temperature], lengths, seeds, jnp.float32(temperature), jnp.bool_(shared))
-        starts[temperature, shared], found = jax.block_until_ready(
-            draft_along(model.trio, *made, new_tokens=new_tokens, vocab_limit=limit)
+    starts, nats = {}, {}
+    for temperature in dict.fromkeys(temperature for temperature, _ in SETTINGS):
+        temperatures = jnp.full((len(rows),), temperature)
+        given = (jnp.asarray(padded, jnp.int32), lengths, temperatures, seeds)
+        texts = _write(model.trio.verifier, *given, total=total, vocab_limit=limit)
+        states, found = states_along(
+            model.trio, texts, lengths, new_tokens=new_tokens, vocab_limit=limit
         )
         nats[temperature] = np.asarray(found).mean(axis=1)
+        for shared in (shared for other, shared in SETTINGS if other == temperature):
+            made = (texts, lengths, seeds, states, jnp.float32(temperature), jnp.bool_(shared))
+            starts[temperature, shared] = jax.block_until_ready(
+                starts_along(model.trio, *made, vocab_limit=limit)
+            )
     return TextSet(domains=[domain for domain, _, _ in rows], starts=starts, nats=nats)
 
 
