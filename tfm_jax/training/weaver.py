@@ -277,7 +277,7 @@ def path_scores(
     drafter's states of the block, and the path's tokens.
 
     Args:
-      trio: the networks; gradients reach the Weaver alone.
+      trio: the networks; gradients reach the Weaver, and the states that the drafter gives it.
       tokens: [T] int32.
       anchors, keep: [N], from `sample_anchors`.
       temperature: float32 scalar that the text was drawn at, 0 or 1.
@@ -298,7 +298,7 @@ def path_scores(
     )
     label = tokens[path + 1]
     prior = project(drafted, verifier.output_rows, out_dtype=jnp.float32)  # [N, D, V]
-    prior = without_padding(prior, vocab_limit)
+    prior = jax.lax.stop_gradient(without_padding(prior, vocab_limit))
     target = without_padding(verifier.logits(hidden.final), vocab_limit)
     target = jax.nn.log_softmax(target, axis=-1)[path]  # [N, D, V]
     own = label[..., None] == jnp.arange(prior.shape[-1])
