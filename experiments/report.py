@@ -155,6 +155,40 @@ def second_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+_WAYS = {
+    "own": "as it was",
+    "variation": "Weaver alone, eta 3",
+    "weaver": "Weaver alone",
+    "together": "both together",
+    "longer": "both together, longer",
+}
+
+
+def together_table(result: dict[str, Any]) -> str:
+    """A pair before and after further training, of the Weaver alone or of both."""
+    found = {name: _by_method(result["rows"], way) for way, name in _WAYS.items()}
+    found = {name: rows for name, rows in found.items() if rows}
+    lines = [
+        "| prompts | T | pair | `dflash` | `ddtree` | `tfm` | to `dflash` | to `ddtree` |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {prompts} | {temperature:g}{_noise(temperature, shared)} | {name} | "
+        f"{_gain_cells(rows[prompts, temperature, shared])} |"
+        for prompts, temperature, shared in found["as it was"]
+        for name, rows in found.items()
+    ]
+    runs = "; ".join(
+        f"{_WAYS[run['trio']]} {run['steps']:,} steps in {run['seconds']:.0f} s along "
+        f"{run['written']['texts']:,} texts, {run['tokens_per_second'] / 1e3:.0f}k tokens/s, "
+        f"{run['share_of_matrix_rate']:.0%} of the matrix rate"
+        for run in result["training"]
+    )
+    setting = _replayed(result["setting"]["own"])
+    lines += ["", f"Pocket trio. Training: {runs}. {setting}{_note(result)}"]
+    return "\n".join(lines)
+
+
 def entropy_table(result: dict[str, Any]) -> str:
     """What `tfm` gains over DDTree by how predictable the verifier's texts are."""
     editions = [
@@ -775,12 +809,14 @@ SECTIONS = {
     "headline": ("full_cost_nvidia*.json", headline),
     "acceptance": ("acceptance.json", acceptance_table),
     "full_cost": ("full_cost_nvidia*.json", full_cost_table),
+    "full_cost_pair": ("full_cost_pair_nvidia*.json", full_cost_table),
     "tree_solve": ("kernels_nvidia*.json", tree_solve_table),
     "budgets": ("budgets.json", budget_table),
     "larger": ("larger.json", larger_table),
     "capacity": ("larger.json", capacity_table),
     "second": ("second.json", second_table),
     "entropy": ("second.json", entropy_table),
+    "together": ("together.json", together_table),
     "calibration": ("calibration.json", calibration_table),
     "ceiling": ("ceiling.json", ceiling_table),
     "ablation": ("ablation.json", ablation_table),

@@ -2,7 +2,7 @@
 
     python -m experiments.together texts together variation weaver measure --corpus DIR --out DIR
 
-"together" lets the Weaver's loss reach the drafter's states (`tfm_jax.training.together`), the
+"together" lets the Weaver's loss reach the drafter's states (`tfm_jax.training.pair`), the
 others leave the drafter as it is: "weaver" goes on by the Weaver's own recipe, "variation" by one
 that weighs total variation more. All start from the packaged trio and learn from the same new
 texts of its verifier. `measure` replays all methods with the packaged trio ("own") and with each
@@ -19,7 +19,6 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,34 +27,43 @@ from experiments.larger import Prompting, Work, measure, show
 from experiments.options import refusing
 from experiments.progress import log
 from experiments.recipes import describe
-from experiments.second import begin
+from experiments.second import begin, check_verifier
 from experiments.text_sets import check_corpus, heldout_prompts, rows_by_entropy
 from pallas_kernels.choice import automatic
 from tfm_jax.checkpoints import read_trio, write_hf
+from tfm_jax.checkpoints.trio import open_trio
+from tfm_jax.config import made
 from tfm_jax.model import POCKET, directory
 from tfm_jax.training.arithmetic import rates_of
 from tfm_jax.training.continuations import Continuations
-from tfm_jax.training.dflash import DrafterRecipe
+from tfm_jax.training.leftovers import recorded
+from tfm_jax.training.pair import PairRecipe, joined, pair_recipe, parted, train_pair
 from tfm_jax.training.pocket import CONFIG
 from tfm_jax.training.report import read_log
-from tfm_jax.training.settings import check_seconds, read_settings
+from tfm_jax.training.settings import check_seconds, check_seed, read_settings
 from tfm_jax.training.texts import write_continuations
-from tfm_jax.training.together import PairRecipe, joined, parted, train_together
 from tfm_jax.training.trainer import OptimiserConfig, host_params
 from tfm_jax.training.weaver import WeaverRecipe, train_weaver
 
-OWN = WeaverRecipe(eta=0.7, nodes=64, noise=0.5)  # what the packaged Weaver was trained by
-WAYS: Mapping[str, PairRecipe | WeaverRecipe] = {
-    # At this weight both losses pull at the drafter alike when it starts.
-    "together": PairRecipe(drafter=DrafterRecipe(), weaver=OWN, weight=4.0),
-    "variation": dataclasses.replace(OWN, eta=3.0),
-    "weaver": OWN,
-}
-OPTIMISER = OptimiserConfig(steps=4000, matrix_rate=0.01, other_rate=0.002, decay=0.5)
+WAYS = ("together", "variation", "weaver")
 SEED = 4
 STEPS = ("texts", *WAYS, "measure")
 RESULT = "together.json"
 TEXTS = "continuations.npz"
+
+
+def ways() -> dict[str, PairRecipe | WeaverRecipe]:
+    """How each way trains: by the packaged pair's recipe, or by a part or a change of it."""
+    entries = read_settings(CONFIG)["stages"]["pair"]["recipe"]
+    pair = pair_recipe(entries, f"{CONFIG}: pair.recipe")
+    variation = dataclasses.replace(pair.weaver, eta=3.0)
+    return dict(zip(WAYS, (pair, variation, pair.weaver), strict=True))
+
+
+def optimiser() -> OptimiserConfig:
+    """The same for all ways."""
+    entries = read_settings(CONFIG)["stages"]["pair"]["optimiser"]
+    return made(OptimiserConfig, entries, f"{CONFIG}: pair.optimiser")
 
 
 def write_texts(work: Work, seed: int, seconds: float) -> None:
@@ -74,7 +82,7 @@ def write_texts(work: Work, seed: int, seconds: float) -> None:
 
 def train_step(way: str, work: Work, start_from: str | Path, seed: int, seconds: float) -> None:
     """Trains a pair one way, and leaves a trio with the result."""
-    began, recipe = time.monotonic(), WAYS[way]
+    began, recipe = time.monotonic(), ways()[way]
     stored = read_trio(directory(start_from), dtype="float32")
     model = tfm_jax.load(start_from, dtype="bfloat16")
     texts = Continuations.load(work.out / TEXTS)
@@ -93,12 +101,12 @@ def train_step(way: str, work: Work, start_from: str | Path, seed: int, seconds:
     if isinstance(recipe, PairRecipe):
         start = joined(first.params, second.params)
         configs = (first.config, second.config)
-        state = train_together(*configs, verifier, texts, OPTIMISER, recipe, start=start, **common)
+        state = train_pair(*configs, verifier, texts, optimiser(), recipe, start=start, **common)
         drafters, weavers = parted(host_params(state))
     else:
         start = dict(second.params)
         state = train_weaver(
-            second.config, verifier, drafter, texts, OPTIMISER, recipe, start=start, **common
+            second.config, verifier, drafter, texts, optimiser(), recipe, start=start, **common
         )
         drafters, weavers = first.params, host_params(state)
     out = work.out / way
@@ -123,7 +131,7 @@ def measure_step(work: Work) -> None:
     for name, folder in {"own": directory(POCKET), **trained}.items():
         model = tfm_jax.load(folder, dtype="float32")
         found = measure(name, model, work)
-        setting = work.setting(model, name) | {"optimiser": dataclasses.asdict(OPTIMISER)}
+        setting = work.setting(model, name) | {"optimiser": dataclasses.asdict(optimiser())}
         by_entropy = rows_by_entropy({"trio": name}, found.sets, found.rounds)
         work.keep(name, setting, rows=found.rows, by_entropy=by_entropy)
 
@@ -167,7 +175,20 @@ def check(options: argparse.Namespace) -> None:
     Prompting(count=options.count, new_tokens=options.new_tokens)
     check_seconds("--text-seconds", options.text_seconds)
     check_seconds("--seconds", options.seconds)
+    check_seed(options.seed)
     check_corpus(options.corpus, POCKET)
+    if set(steps) & set(WAYS):
+        check_verifier(directory(options.start))
+        start = open_trio(directory(options.start))
+        if start.drafter is None or start.weaver is None:
+            raise ValueError(f"{options.start} is no trio: a drafter or a Weaver is missing")
+    own = {row["trio"] for row in recorded(options.out / RESULT).get("training", ())}
+    foreign = [w for w in WAYS if w in steps and (options.out / w).exists() and w not in own]
+    if foreign:
+        raise ValueError(
+            f"{options.out} holds {', '.join(foreign)}, which {RESULT} there does not account for: "
+            "name another folder"
+        )
     for place, step in enumerate(steps):
         texts = "texts" in steps[:place] or (options.out / TEXTS).is_file()
         if step in WAYS and not texts:

@@ -40,6 +40,11 @@ CONFIG = {
         },
         "dflash": {"log_every": 2, "recipe": {"rows": 4, "anchors": 2}, "optimiser": {"steps": 2}},
         "weaver": {"log_every": 2, "recipe": {"rows": 4, "anchors": 4}, "optimiser": {"steps": 5}},
+        "pair": {
+            "log_every": 2,
+            "recipe": {"rows": 4, "drafter": {"anchors": 2}, "weaver": {"anchors": 4}},
+            "optimiser": {"steps": 5},
+        },
     }
 }
 
@@ -161,7 +166,76 @@ def test_a_weaver_from_a_few_texts_in_two_sittings(run, given, trio_dir, tmp_pat
     assert np.abs(trained.params["lm_head_query_in.weight"].astype(np.float32)).max() > 0
 
 
-@pytest.mark.parametrize("network", ["weaver", "dflash", "verifier"])
+@pytest.mark.slow
+def test_a_pair_in_two_sittings(run, given, trio_dir, tmp_path, monkeypatch):
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    command = [*arguments(given, trio_dir, out, "pair"), "--save-every", "0"]
+    with monkeypatch.context() as patched:
+        stop_after(3, patched)
+        with pytest.raises(RuntimeError, match="stopped"):
+            run(*command)
+    assert not (out / "dflash").exists()
+    done = run(*command, "--resume", "--json")
+    assert done.status == 0, done.err
+    summary = done.json
+    assert (summary["network"], summary["steps"], summary["skipped_steps"]) == ("pair", 5, 0)
+    assert summary["setting"]["recipe"]["weight"] == 4
+    assert summary["setting"]["recipe"]["drafter"]["anchors"] == 2
+    assert summary["after"]["loss_drafter"] < summary["before"]["loss_drafter"]
+    again = run(*arguments(given, trio_dir, whole, "pair"))
+    assert again.status == 0, again.err
+    for name in ("dflash", "weaver"):
+        files = [folder / name / "model.safetensors" for folder in (out, whole)]
+        assert files[0].read_bytes() == files[1].read_bytes()
+    line = f"NEW --drafter {whole / 'dflash'} --weaver {whole / 'weaver'}; --model NEW"
+    assert line in again.out.replace("\n", " ")
+    trio, parts = tmp_path / "trio", ("drafter", "weaver")
+    options = ["--drafter", str(out / "dflash"), "--weaver", str(out / "weaver")]
+    assert run("convert", str(trio_dir), str(trio), *options).status == 0
+    before, after = read_trio(trio_dir), read_trio(trio)
+    for part in parts:
+        first, second = (getattr(found, part).params for found in (before, after))
+        assert any((np.asarray(first[n]) != np.asarray(second[n])).any() for n in first), part
+
+
+def test_a_pair_goes_on_from_a_whole_trio_of_its_own_sizes(run, given, trio_dir, tmp_path):
+    config = tmp_path / "config.json"
+    out = tmp_path / "out"
+
+    def refused(edit: dict, *options: str) -> str:
+        config.write_text(json.dumps(edit | CONFIG))
+        done = run(*arguments(given, trio_dir, out, "pair"), "--config", str(config), *options)
+        assert done.status == 2
+        assert done.err.count("\n") == 1
+        assert not out.exists()
+        return done.err
+
+    weaver = dataclasses.asdict(read_trio(trio_dir).weaver.config)
+    assert "asks for" in refused({"weaver": weaver | {"mlp_dim": 2 * weaver["mlp_dim"]}})
+    stages = CONFIG["stages"]
+    for recipe, message in (
+        ({"rows": 4, "drafters": {}}, "pair.recipe has unknown entries: drafters"),
+        ({"rows": 4, "weaver": {"rows": 8}}, "the same rows, got 4 and 8"),
+        ({"rows": 4, "weaver": []}, "pair.recipe.weaver must be an object"),
+        ({"rows": 4, "drafter": {"loss": "x"}}, "pair.recipe.drafter: loss must be decayed"),
+        ({"weight": -1}, "weight must be finite and at least 0, got -1"),
+    ):
+        config.write_text(
+            json.dumps({"stages": stages | {"pair": stages["pair"] | {"recipe": recipe}}})
+        )
+        done = run(*arguments(given, trio_dir, out, "pair"), "--config", str(config))
+        assert done.status == 2
+        assert message in done.err
+    alone = tmp_path / "alone"
+    shutil.copytree(trio_dir, alone)
+    shutil.rmtree(alone / "weaver")
+    done = run(*arguments(given, alone, out, "pair"))
+    assert done.status == 2
+    assert f"{alone} has no Weaver: a pair is trained from the model's own" in done.err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("network", ["weaver", "dflash", "verifier", "pair"])
 def test_networks_that_lie_in_the_folder_are_not_replaced(
     run, given, damaged, trio_dir, tmp_path, network
 ):
@@ -173,7 +247,8 @@ def test_networks_that_lie_in_the_folder_are_not_replaced(
     for resume in ([], ["--resume"]):
         refused = run(*arguments(given, trio_dir, damaged, network), *resume)
         assert refused.status == 2
-        assert f"{damaged} holds {network}, training.jsonl, made by no training" in refused.err
+        kept = "dflash, weaver" if network == "pair" else network
+        assert f"{damaged} holds {kept}, training.jsonl, made by no training" in refused.err
         assert refused.err.count("\n") == 1
     assert {path: path.read_bytes() for path in damaged.rglob("*") if path.is_file()} == before
 

@@ -19,6 +19,7 @@ from experiments.report import (
     full_cost_table,
     headline,
     second_table,
+    together_table,
     step_table,
     tree_solve_table,
 )
@@ -206,6 +207,29 @@ def test_larger_weavers_stand_beside_the_trios_own():
     line = "| held back | 0 | 6.00, 1.20 (1.00 to 1.50) | 6.25, 1.25 (1.00 to 1.50) | 6.50, 1.30"
     assert line in table
     assert "2 blocks, 1536 inner units, against 1 and 384" in table
+
+
+def test_ways_of_training_stand_below_the_pair_that_they_start_from():
+    names = {"prompts": "evaluation", "temperature": 0.0, "shared_noise": False}
+    ratios = {"to_dflash": 2.0, "to_ddtree": 1.25}
+    ratios |= {f"{n}_ci95": [1.0, 3.0] for n in tuple(ratios)}
+    rows = [
+        {**names, **ratios, "trio": trio, "method": method, "mean_accepted_length": length + more}
+        for trio, more in (("together", 1.0), ("own", 0.0))
+        for method, length in (("dflash", 2), ("ddtree", 3), ("tfm", 5))
+    ]
+    run = {"trio": "together", "steps": 1234, "seconds": 9.4, "written": {"texts": 5678}}
+    run |= {"tokens_per_second": 9e3, "share_of_matrix_rate": 0.14}
+    setting = {"own": {**SETTING, "count": 4, "new_tokens": 8, "rounds": "replayed"}}
+    table = together_table({"setting": setting, "training": [run], "rows": rows, "note": "Noted."})
+    gains = "2.00 (1.00 to 3.00) | 1.25 (1.00 to 3.00) |"
+    found = [row for row in table.splitlines() if row.startswith("| evaluation")]
+    assert found == [
+        f"| evaluation | 0 | as it was | 2.00 | 3.00 | **5.00** | {gains}",
+        f"| evaluation | 0 | both together | 3.00 | 4.00 | **6.00** | {gains}",
+    ]
+    assert "both together 1,234 steps in 9 s along 5,678 texts, 9k tokens/s, 14% of the" in table
+    assert table.endswith("Noted.")
 
 
 def test_both_editions_stand_beside_each_other_and_gains_by_entropy():

@@ -1,4 +1,4 @@
-"""`tfm train`: one network against frozen ones."""
+"""`tfm train`: one network against frozen ones, or drafter and Weaver together."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ _LABELS = {
     "length_greedy_marginals": f"{_LENGTH}0, marginals",
     "length_sampled": f"{_LENGTH}1",
     "length_sampled_marginals": f"{_LENGTH}1, marginals",
+    "loss_drafter": "loss of the drafter",
+    "loss_weaver": "loss of the Weaver",
     "kl": "KL from the verifier",
     "pool_mass": "verifier's mass in the pools",
     "pool_recall": "tokens in the pools",
 }
 _UNSHOWN = ("idle_rows",)
+_PAIR = ("dflash", "weaver")
+_OPTIONS = {"dflash": "drafter"}  # of `tfm convert`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,12 +104,22 @@ class WeaverOptions(DrafterOptions):
     warm_start: Path | None = None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairOptions(DrafterOptions):
+    """Train the model's drafter and Weaver further, together: trees accept more.
+
+    The Weaver's loss reaches the drafter's states, which then tell it more; the drafter's marginals
+    follow its own loss alone.
+    """
+
+
 def train(
     network: Annotated[VerifierOptions, tyro.conf.subcommand("verifier")]
     | Annotated[DrafterOptions, tyro.conf.subcommand("dflash")]
-    | Annotated[WeaverOptions, tyro.conf.subcommand("weaver")],
+    | Annotated[WeaverOptions, tyro.conf.subcommand("weaver")]
+    | Annotated[PairOptions, tyro.conf.subcommand("pair")],
 ) -> None:
-    """Train a verifier, a drafter or a Weaver; a run that was stopped goes on with --resume.
+    """Train a network, or a pair; a run that was stopped goes on with --resume.
 
     Without --config and text: a short run for small models, some minutes on a CPU.
     """
@@ -115,6 +129,7 @@ def train(
         VerifierOptions: "verifier",
         DrafterOptions: "dflash",
         WeaverOptions: "weaver",
+        PairOptions: "pair",
     }
     options: dict[str, Any] = {
         field.name: getattr(network, field.name)
@@ -150,12 +165,14 @@ def _table(summary: dict[str, Any]) -> Table:
 
 def _closing(summary: dict[str, Any], options: RunOptions) -> list[str]:
     done = f"{summary['steps']} steps, {summary['skipped_steps']} skipped, {summary['seconds']} s"
-    made = options.out / summary["network"]
-    lines = [f"{done}; written {made}"]
+    pair = summary["network"] == "pair"
+    made = {name: options.out / name for name in (_PAIR if pair else (summary["network"],))}
+    lines = [f"{done}; written {' and '.join(map(str, made.values()))}"]
     if isinstance(options, DrafterOptions):
         from tfm_jax.model import directory
 
-        part = {"dflash": "drafter"}.get(summary["network"], summary["network"])
+        parts = (f"--{_OPTIONS.get(name, name)} {folder}" for name, folder in made.items())
         model = directory(options.model)
-        lines.append(f"to use it: tfm convert {model} NEW --{part} {made}; --model NEW")
+        what = "them" if pair else "it"
+        lines.append(f"to use {what}: tfm convert {model} NEW {' '.join(parts)}; --model NEW")
     return lines

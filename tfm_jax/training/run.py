@@ -45,6 +45,14 @@ from tfm_jax.training.leftovers import (
     claim,
     network_digest,
 )
+from tfm_jax.training.pair import (
+    PairRecipe,
+    joined,
+    pair_objective,
+    pair_recipe,
+    parted,
+    train_pair,
+)
 from tfm_jax.training.parallel import Spread
 from tfm_jax.training.plots import plot_training, require_matplotlib
 from tfm_jax.training.settings import (
@@ -82,8 +90,16 @@ from tfm_jax.training.weaver import (
     weaver_objective,
 )
 
-Network = Literal["verifier", "dflash", "weaver"]
-_UNREAD = {"verifier": ("texts", "warm_start"), "dflash": ("warm_start",), "weaver": ()}
+Network = Literal["verifier", "dflash", "weaver", "pair"]
+Config = VerifierConfig | DrafterConfig | WeaverConfig
+# Options that training does not read, and the folders that it writes.
+_UNREAD = {
+    "verifier": ("texts", "warm_start"),
+    "dflash": ("warm_start",),
+    "weaver": (),
+    "pair": ("warm_start",),
+}
+_WRITTEN = {"pair": ("dflash", "weaver")}
 _SUMMARY, _PLOT = "summary.json", "training.svg"
 
 
@@ -216,7 +232,8 @@ class _Plan:
 def train_network(network: Network, job: Job) -> dict[str, Any]:
     """Trains a network and returns the summary that is stored beside it.
 
-    The network lies in `<out>/<network>/` in its published layout, bfloat16. The summary has
+    The network lies in `<out>/<network>/` in its published layout, bfloat16; those of a pair lie in
+    `<out>/dflash/` and `<out>/weaver/`. The summary has
     steps, skipped steps, metrics before and after on texts held back, how many texts of each kind
     there were, and the setting: whatever decides the run's numbers, and the devices.
 
@@ -229,7 +246,7 @@ def train_network(network: Network, job: Job) -> dict[str, Any]:
     if job.tensorboard is not None:
         require_tensorboard()
     plan = _plan(network, job)
-    run = {"verifier": _verifier, "dflash": _drafter, "weaver": _weaver}[network]
+    run = {"verifier": _verifier, "dflash": _drafter, "weaver": _weaver, "pair": _pair}[network]
     summary = {
         "network": network,
         **run(plan),
@@ -252,7 +269,7 @@ def _plan(network: Network, job: Job) -> _Plan:
         raise ValueError(f"{job.out} is the model itself: name another folder to write")
     if (job.out / CHECKPOINTS).is_dir() and not job.resume:
         raise ValueError(f"{job.out} holds a run already: resume it, or name another folder")
-    check_results(job.out, network, (network, _SUMMARY, _PLOT))
+    check_results(job.out, network, (*_WRITTEN.get(network, (network,)), _SUMMARY, _PLOT))
     settings = {} if job.config is None else read_settings(job.config)
     stage = stage_settings(settings, network)
     entries = stage["optimiser"] | ({} if job.steps is None else {"steps": job.steps})
@@ -291,7 +308,7 @@ def _verifier(plan: _Plan) -> dict[str, Any]:
         )
     setting = _setting(
         plan,
-        config,
+        dataclasses.asdict(config),
         rows=rows,
         length=length,
         mixture=mixture,
@@ -309,7 +326,13 @@ def _verifier(plan: _Plan) -> dict[str, Any]:
         )
     after = heldout_loss(config, compute_copy(state.params, job.compute), texts)
     return {
-        **_export(plan, config, state, setting, beside={"tokenizer.json": tokenizer}),
+        **_export(
+            plan,
+            {"verifier": (config, host_params(state))},
+            state,
+            setting,
+            beside={"tokenizer.json": tokenizer},
+        ),
         "after": after,
         "heldout": bool(texts),
         "texts": {
@@ -347,7 +370,7 @@ def _drafter(plan: _Plan) -> dict[str, Any]:
     before = measure(initial_drafter(config, job.seed))
     setting = _setting(
         plan,
-        config,
+        dataclasses.asdict(config),
         **_lessons(recipe, texts, frozen, verifier, limit),
     )
     with _reports(plan, setting) as reports:
@@ -364,7 +387,7 @@ def _drafter(plan: _Plan) -> dict[str, Any]:
         )
     after = measure(state.params)
     return {
-        **_export(plan, config, state, setting),
+        **_export(plan, {"dflash": (config, host_params(state))}, state, setting),
         "before": before,
         "after": after,
         **texts.facts(config.depth),
@@ -392,10 +415,10 @@ def _weaver(plan: _Plan) -> dict[str, Any]:
     objective = weaver_objective(config, recipe, vocab_limit=limit)
     measure = _evaluation(job, recipe.rows, objective, networks, texts)
     before = measure(initial_weaver(config, given, job.seed))
-    _announce("before", before)
+    _announce(plan, "before", before)
     setting = _setting(
         plan,
-        config,
+        dataclasses.asdict(config),
         **_lessons(recipe, texts, frozen, verifier, limit),
         warm_start=given and digest(given[path].tobytes() for path in sorted(given)),
     )
@@ -414,12 +437,66 @@ def _weaver(plan: _Plan) -> dict[str, Any]:
             **reports,
         )
     after = measure(state.params)
-    _announce("after", after)
+    _announce(plan, "after", after)
     return {
-        **_export(plan, config, state, setting),
+        **_export(plan, {"weaver": (config, host_params(state))}, state, setting),
         "before": before,
         "after": after,
         **texts.facts(config.depth),
+    }
+
+
+def _pair(plan: _Plan) -> dict[str, Any]:
+    job = plan.job
+    opened = open_trio(directory(job.frozen))
+    if opened.drafter is None or opened.weaver is None:
+        missing = "drafter" if opened.drafter is None else "Weaver"
+        raise ValueError(f"{job.frozen} has no {missing}: a pair is trained from the model's own")
+    drafter, weaver = opened.drafter.config, opened.weaver.config
+    for name, own in (("drafter", drafter), ("weaver", weaver)):
+        if name in plan.settings:
+            asked = made(type(own), plan.settings[name], f"{job.config}: {name}")
+            if asked != own:
+                raise ConfigError(f"{job.frozen} has {own}, {job.config} asks for {asked}")
+    check_pair(opened.verifier.config, drafter, weaver)
+    recipe = pair_recipe(plan.stage["recipe"], plan.where("recipe"))
+    spread = _spread(job, recipe.rows)
+    verifier = _built(opened.verifier, job.compute)
+    networks = {name: network_digest(network) for name, network in opened.parts().items()}
+    limit = vocab_limit_of(opened.text_files, verifier.config.vocab_size)
+    texts = _texts(plan, opened, verifier, drafter.depth, networks, limit)
+    exact = check_dtype("float32")
+    start = joined(opened.drafter.load(exact), opened.weaver.load(exact))
+    objective = pair_objective(drafter, weaver, recipe, vocab_limit=limit)
+    measure = _evaluation(job, recipe.rows, objective, verifier, texts)
+    before = measure({path: jnp.asarray(value) for path, value in start.items()})
+    _announce(plan, "before", before)
+    configs = {"drafter": dataclasses.asdict(drafter), "weaver": dataclasses.asdict(weaver)}
+    lessons = _lessons(recipe, texts, networks, verifier, limit)
+    setting = _setting(plan, configs, **lessons)
+    with _reports(plan, setting) as reports:
+        state = train_pair(
+            drafter,
+            weaver,
+            verifier,
+            texts.train,
+            plan.optimiser,
+            recipe,
+            start=start,
+            vocab_limit=limit,
+            seed=job.seed,
+            spread=spread,
+            **reports,
+        )
+    after = measure(state.params)
+    _announce(plan, "after", after)
+    drafters, weavers = parted(host_params(state))
+    made_networks = {"dflash": (drafter, drafters), "weaver": (weaver, weavers)}
+    return {
+        **_export(plan, made_networks, state, setting),
+        "before": before,
+        "after": after,
+        **texts.facts(drafter.depth),
     }
 
 
@@ -468,7 +545,7 @@ def _built(opened: Opened, dtype: jnp.dtype) -> Any:
 
 
 def _lessons(
-    recipe: DrafterRecipe | WeaverRecipe,
+    recipe: DrafterRecipe | WeaverRecipe | PairRecipe,
     texts: _Texts,
     frozen: Mapping[str, str],
     verifier: Verifier,
@@ -489,7 +566,7 @@ def _claim(plan: _Plan, sources: Mapping[str, Any]) -> None:
     job, sources = plan.job, {"network": plan.network, **sources}
     depends = {CHECKPOINTS: set(sources)}
     if job.texts is None:
-        depends["continuations.npz"] = set(sources) - {"network", "drafter"}
+        depends["continuations.npz"] = set(sources) - {"network", "drafter", "weaver"}
         if job.corpus is None:
             depends[f"corpus/{PACKED}"] = {"text", "tokenizer"}
     claim(job.out, sources, depends)
@@ -555,18 +632,17 @@ def _evaluation(
     return make_evaluation(loss, frozen, measured, rows, job.compute)
 
 
-def _announce(when: str, metrics: Mapping[str, Any]) -> None:
+def _announce(plan: _Plan, when: str, metrics: Mapping[str, Any]) -> None:
     lengths = (f"{n.removeprefix('length_')} {v:.3f}" for n, v in metrics.items() if "length" in n)
-    print(f"weaver: expected accepted length {when} training: {', '.join(lengths)}", flush=True)
+    what = f"{plan.network}: expected accepted length {when} training"
+    print(f"{what}: {', '.join(lengths)}", flush=True)
 
 
-def _setting(
-    plan: _Plan, config: VerifierConfig | DrafterConfig | WeaverConfig, **own: Any
-) -> dict[str, Any]:
+def _setting(plan: _Plan, config: Mapping[str, Any], **own: Any) -> dict[str, Any]:
     """Whatever decides a run's numbers, `own` being what other networks do not have."""
     return {
         "network": plan.network,
-        "config": dataclasses.asdict(config),
+        "config": config,
         "optimiser": dataclasses.asdict(plan.optimiser),
         "seconds": plan.seconds,
         "seed": plan.job.seed,
@@ -602,24 +678,24 @@ def _reports(plan: _Plan, setting: Mapping[str, Any]) -> Iterator[dict[str, Any]
 
 def _export(
     plan: _Plan,
-    config: VerifierConfig | DrafterConfig | WeaverConfig,
+    networks: Mapping[str, tuple[Config, Mapping[str, np.ndarray]]],
     state: TrainState,
     setting: Mapping[str, Any],
     beside: Mapping[str, bytes] | None = None,
 ) -> dict[str, Any]:
-    """Writes the network and says what training did, and in which setting."""
-    params = host_params(state)
-    write_hf(
-        plan.job.out / plan.network,
-        config,
-        params,
-        dtype="bfloat16",
-        beside=beside,
-        overwrite=plan.job.resume,
-    )
+    """Writes networks by folder and says what training did, and in which setting."""
+    for folder, (config, params) in networks.items():
+        write_hf(
+            plan.job.out / folder,
+            config,
+            params,
+            dtype="bfloat16",
+            beside=beside,
+            overwrite=plan.job.resume,
+        )
     return {
         "steps": int(state.step),
         "skipped_steps": int(state.skipped),
-        "parameters": sum(value.size for value in params.values()),
+        "parameters": sum(value.size for value in state.params.values()),
         "setting": {**setting, "devices": plan.job.devices},
     }

@@ -40,6 +40,11 @@ SHORT: Mapping[str, Mapping[str, Any]] = {
         "recipe": {"rows": 8, "anchors": 12},
         "optimiser": {"steps": 150, "matrix_rate": 0.01, "other_rate": 0.002},
     },
+    "pair": {
+        "log_every": 10,
+        "recipe": {"rows": 8, "drafter": {"anchors": 16}, "weaver": {"anchors": 12}},
+        "optimiser": {"steps": 150, "matrix_rate": 0.01, "other_rate": 0.002},
+    },
 }
 # And "seconds", of every stage.
 _OPTIONAL = {"verifier": {"mixture"}, "continuations": {"given", "most_copied"}}

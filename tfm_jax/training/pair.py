@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from tfm_jax.config import DrafterConfig, WeaverConfig
+from tfm_jax.config import ConfigError, DrafterConfig, WeaverConfig, as_object, made
 from tfm_jax.decoding.state import Trio
 from tfm_jax.models.dflash import Drafter
 from tfm_jax.models.qwen36 import Verifier
@@ -29,7 +29,7 @@ from tfm_jax.training.settings import check_number
 from tfm_jax.training.trainer import Loss, OptimiserConfig, Params, TrainState, fill, fit
 from tfm_jax.training.weaver import WeaverRecipe, weaver_loss
 
-NETWORKS = ("drafter", "weaver")
+_NETWORKS = ("drafter", "weaver")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,12 +39,12 @@ class PairRecipe:
     Attributes:
       drafter, weaver: the losses, of the same rows.
       weight: of the Weaver's loss. The optimiser is blind to the scale of a gradient, so this
-        matters for the drafter alone.
+        matters for the drafter alone; at 4 both losses pull at the pocket trio's drafter alike.
     """
 
     drafter: DrafterRecipe
     weaver: WeaverRecipe
-    weight: float = 1.0
+    weight: float = 4.0
 
     def __post_init__(self) -> None:
         if self.drafter.rows != self.weaver.rows:
@@ -54,10 +54,34 @@ class PairRecipe:
             )
         check_number("weight", self.weight)
 
+    @property
+    def rows(self) -> int:
+        """Texts a step."""
+        return self.drafter.rows
+
+
+def pair_recipe(entries: Mapping[str, Any], where: str) -> PairRecipe:
+    """A recipe from `drafter`, `weaver`, `weight`, and the `rows` that both have.
+
+    Raises:
+      ConfigError: an entry that is not known, missing or out of range; `where` names them.
+    """
+    known = {"rows", "drafter", "weaver", "weight"}
+    if unknown := sorted(set(entries) - known):
+        raise ConfigError(f"{where} has unknown entries: {', '.join(unknown)}")
+    kinds = {"drafter": DrafterRecipe, "weaver": WeaverRecipe}
+    rows = {"rows": entries["rows"]} if "rows" in entries else {}
+    losses = {}
+    for name, kind in kinds.items():
+        own = as_object(entries.get(name, {}), f"{where}.{name}")
+        losses[name] = made(kind, {**rows, **own}, f"{where}.{name}")
+    weight = {"weight": entries["weight"]} if "weight" in entries else {}
+    return made(PairRecipe, {**losses, **weight}, where)
+
 
 def joined(drafter: Mapping[str, Any], weaver: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters of both networks in one dictionary, by dotted path."""
-    both = zip(NETWORKS, (drafter, weaver), strict=True)
+    both = zip(_NETWORKS, (drafter, weaver), strict=True)
     return {f"{name}.{path}": value for name, own in both for path, value in own.items()}
 
 
@@ -65,12 +89,12 @@ def parted(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Parameters of the drafter and of the Weaver: the inverse of `joined`."""
     drafter, weaver = (
         {path.removeprefix(f"{name}."): v for path, v in params.items() if path.startswith(name)}
-        for name in NETWORKS
+        for name in _NETWORKS
     )
     return drafter, weaver
 
 
-def train_together(
+def train_pair(
     drafter: DrafterConfig,
     weaver: WeaverConfig,
     verifier: Verifier,
@@ -106,10 +130,12 @@ def train_together(
         another temperature than 0 or 1, or the depths do not fit.
     """
     if weaver.depth > drafter.depth:
-        raise ValueError(f"the Weaver scores {weaver.depth} depths, the drafter {drafter.depth}")
+        raise ValueError(
+            f"the Weaver scores {weaver.depth} depths, the drafter drafts {drafter.depth}"
+        )
     texts.check(vocab_limit)
-    usable, facts = texts.counted(drafter.depth, "together")
-    rows = usable.batches(recipe.drafter.rows, seed)
+    usable, facts = texts.counted(drafter.depth, "pair")
+    rows = usable.batches(recipe.rows, seed)
     spread = spread or Spread()
     frozen = spread.copy(verifier)
     return fit(
@@ -120,10 +146,10 @@ def train_together(
         seed=seed,
         log=log,
         log_every=log_every,
-        title="together",
+        title="pair",
         seconds=seconds,
         dtype=verifier.dtype,
-        tokens=recipe.drafter.rows * texts.tokens.shape[1],
+        tokens=recipe.rows * texts.tokens.shape[1],
         facts=facts,
         checkpoints=checkpoints,
         on_record=on_record,
