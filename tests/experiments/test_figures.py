@@ -19,8 +19,8 @@ from experiments.report import (
     full_cost_table,
     headline,
     second_table,
-    together_table,
     step_table,
+    together_table,
     tree_solve_table,
 )
 
