@@ -181,7 +181,10 @@ def test_a_pair_in_two_sittings(run, given, trio_dir, tmp_path, monkeypatch):
     assert (summary["network"], summary["steps"], summary["skipped_steps"]) == ("pair", 5, 0)
     assert summary["setting"]["recipe"]["weight"] == 4
     assert summary["setting"]["recipe"]["drafter"]["anchors"] == 2
+    losses = summary["before"]["loss"], summary["after"]["loss"]
     assert summary["after"]["loss_drafter"] < summary["before"]["loss_drafter"]
+    rose = f"the loss rose from {losses[0]:.3f} to {losses[1]:.3f}: the pair was better before"
+    assert (rose in done.err) == (losses[1] > losses[0])
     again = run(*arguments(given, trio_dir, whole, "pair"))
     assert again.status == 0, again.err
     for name in ("dflash", "weaver"):

@@ -233,9 +233,9 @@ def train_network(network: Network, job: Job) -> dict[str, Any]:
     """Trains a network and returns the summary that is stored beside it.
 
     The network lies in `<out>/<network>/` in its published layout, bfloat16; those of a pair lie in
-    `<out>/dflash/` and `<out>/weaver/`. The summary has
-    steps, skipped steps, metrics before and after on texts held back, how many texts of each kind
-    there were, and the setting: whatever decides the run's numbers, and the devices.
+    `<out>/dflash/` and `<out>/weaver/`. The summary has steps, skipped steps, metrics before and
+    after on texts held back, how many texts of each kind there were, and the setting: whatever
+    decides the run's numbers, and the devices.
 
     Raises:
       ValueError, OSError, ImportError: bad input, before any compute.
@@ -490,6 +490,12 @@ def _pair(plan: _Plan) -> dict[str, Any]:
         )
     after = measure(state.params)
     _announce(plan, "after", after)
+    if after["loss"] > before["loss"]:
+        print(
+            f"pair: the loss rose from {before['loss']:.3f} to {after['loss']:.3f}: the pair was "
+            "better before; lower rates, more texts or more steps may help",
+            flush=True,
+        )
     drafters, weavers = parted(host_params(state))
     made_networks = {"dflash": (drafter, drafters), "weaver": (weaver, weavers)}
     return {
