@@ -97,6 +97,7 @@ def test_heated_scores_are_divided_by_their_temperature(model: Model, monkeypatc
     np.testing.assert_array_equal(lengths(settings[0], 1.0), heated)
 
 
+@pytest.mark.slow
 def test_calibration_compares_each_method_with_its_own_scores(model: Model, monkeypatch, tmp_path):
     monkeypatch.setattr(texts, "load", lambda *_, **__: model)
     monkeypatch.setattr(ablation, "load_prompts", lambda *_: [PROMPT])

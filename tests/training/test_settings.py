@@ -66,7 +66,7 @@ def test_times_may_be_left_to_the_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["pocket", "larger"])
 def test_the_files_of_the_trios_are_read(name: str) -> None:
     settings = read_settings(preset_file(name))
-    assert set(settings["stages"]) == set(SHORT)
+    assert set(settings["stages"]) == set(SHORT) - ({"pair"} if name == "larger" else set())
     assert ("mixture" in stage_settings(settings, "verifier")) == (name == "larger")
 
 
