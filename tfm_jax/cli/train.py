@@ -26,7 +26,6 @@ _LABELS = {
     "pool_recall": "tokens in the pools",
 }
 _UNSHOWN = ("idle_rows",)
-_PAIR = ("dflash", "weaver")
 _OPTIONS = {"dflash": "drafter"}  # of `tfm convert`
 
 
@@ -164,15 +163,16 @@ def _table(summary: dict[str, Any]) -> Table:
 
 
 def _closing(summary: dict[str, Any], options: RunOptions) -> list[str]:
+    from tfm_jax.training.run import written
+
     done = f"{summary['steps']} steps, {summary['skipped_steps']} skipped, {summary['seconds']} s"
-    pair = summary["network"] == "pair"
-    made = {name: options.out / name for name in (_PAIR if pair else (summary["network"],))}
+    made = {name: options.out / name for name in written(summary["network"])}
     lines = [f"{done}; written {' and '.join(map(str, made.values()))}"]
     if isinstance(options, DrafterOptions):
         from tfm_jax.model import directory
 
         parts = (f"--{_OPTIONS.get(name, name)} {folder}" for name, folder in made.items())
         model = directory(options.model)
-        what = "them" if pair else "it"
+        what = "it" if len(made) == 1 else "them"
         lines.append(f"to use {what}: tfm convert {model} NEW {' '.join(parts)}; --model NEW")
     return lines

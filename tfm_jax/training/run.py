@@ -92,14 +92,13 @@ from tfm_jax.training.weaver import (
 
 Network = Literal["verifier", "dflash", "weaver", "pair"]
 Config = VerifierConfig | DrafterConfig | WeaverConfig
-# Options that training does not read, and the folders that it writes.
+# Options that training does not read.
 _UNREAD = {
     "verifier": ("texts", "warm_start"),
     "dflash": ("warm_start",),
     "weaver": (),
     "pair": ("warm_start",),
 }
-_WRITTEN = {"pair": ("dflash", "weaver")}
 _SUMMARY, _PLOT = "summary.json", "training.svg"
 
 
@@ -229,6 +228,11 @@ class _Plan:
         return self.job.where(f"{self.network}.{part}")
 
 
+def written(network: Network) -> tuple[str, ...]:
+    """The folders that training writes networks to."""
+    return ("dflash", "weaver") if network == "pair" else (network,)
+
+
 def train_network(network: Network, job: Job) -> dict[str, Any]:
     """Trains a network and returns the summary that is stored beside it.
 
@@ -269,7 +273,7 @@ def _plan(network: Network, job: Job) -> _Plan:
         raise ValueError(f"{job.out} is the model itself: name another folder to write")
     if (job.out / CHECKPOINTS).is_dir() and not job.resume:
         raise ValueError(f"{job.out} holds a run already: resume it, or name another folder")
-    check_results(job.out, network, (*_WRITTEN.get(network, (network,)), _SUMMARY, _PLOT))
+    check_results(job.out, network, (*written(network), _SUMMARY, _PLOT))
     settings = {} if job.config is None else read_settings(job.config)
     stage = stage_settings(settings, network)
     entries = stage["optimiser"] | ({} if job.steps is None else {"steps": job.steps})
